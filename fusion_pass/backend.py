@@ -1,0 +1,178 @@
+"""The Dynamo backend and `auto_fusion`: view, match, select, rewrite, lower, report."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from . import cost
+from .graph import Lens, hint
+from .options import Options, parse_options, strict
+from .patterns import candidate, find_norms
+from .report import FusionReport, SiteReport, emit, record
+from .rewrite import rewrite
+from .select import Candidate, Taken, select
+from .site import Decline, Site
+
+_graph_numbers = itertools.count()
+_lock = threading.Lock()
+
+
+def ascend_ln_fuse(gm: GraphModule, example_inputs, *,
+                   options: Mapping[str, object] | None = None, **kwargs) -> Callable:
+    """The backend `torch.compile(model, backend="ascend_ln_fuse")` calls with each Dynamo graph.
+
+    Prints and records a FusionReport. When the pass fails, the graph as it came runs, and the report
+    says why; with ASCEND_LN_FUSE_STRICT=1 in the environment the failure is raised.
+
+    Raises:
+        ValueError, TypeError: for an unknown or ill-typed option, naming the valid ones.
+    """
+    chosen = parse_options(options)
+    inner = _inner_compiler(chosen.inner)
+    started = time.perf_counter()
+    error = None
+    sites: list[SiteReport] = []
+    try:
+        graph, sites = fuse_graph(gm.graph, chosen)
+        if graph is not None:
+            gm.graph = graph
+            gm.recompile()
+    except Exception as failure:
+        if strict():
+            raise
+        error = f"{type(failure).__name__}: {failure}"
+    with _lock:
+        number = next(_graph_numbers)
+    report = FusionReport(name=_model_name(gm), graph_index=number, sites=tuple(sites),
+                          error=error, seconds=time.perf_counter() - started)
+    record(report)
+    emit(report, chosen.report)
+    return gm.forward if inner is None else inner(gm, example_inputs, **kwargs)
+
+
+def fuse_graph(graph: Graph, options: Options | None = None) -> tuple[Graph | None, list[SiteReport]]:
+    """The fused form of a Dynamo or ATen graph whose nodes carry fakes, and a report per norm site.
+
+    `graph` itself is left as it is; the first result is None where nothing was fused.
+    """
+    options = options or Options()
+    lens = Lens(graph)
+    norms, refused = find_norms(lens)
+    candidates, declined = [], []
+    for norm in norms:
+        why = _training_decline(lens, norm) if options.training == "decline" else None
+        if why is None:
+            candidates.append(candidate(lens, norm))
+        else:
+            declined.append(_declined(lens, norm.out, why, norm))
+    taken, lost = select(lens, candidates)
+    by_out = {norm.out: norm for norm in norms}
+    declined += [_declined(lens, c.anchor, c.reason, by_out[c.anchor]) for c in lost]
+    declined += [_declined(lens, node, why) for node, why in refused]
+    fused = rewrite(lens, taken, traceable=options.inner != "eager") if taken.sites else None
+    reports = [(site.anchor, _fused(lens, site)) for site in taken.sites] + declined
+    reports.sort(key=lambda pair: lens.position[pair[0]])
+    return fused, [report for _, report in reports]
+
+
+def _training_decline(lens: Lens, norm) -> Decline | None:
+    value = lens.tensor(norm.out)
+    if value is not None and value.requires_grad:
+        return Decline("gradients are recorded here, and the option training is 'decline'", norm.out)
+    return None
+
+
+def _fused(lens: Lens, site: Site) -> SiteReport:
+    return SiteReport(
+        status="fused", pattern=site.pattern, where=lens.where(site.anchor), node=site.anchor.name,
+        region=site.region.text, device=str(lens.tensor(site.anchor).device),
+        kernels_removed=cost.kernels_removed(site), hidden_kernels=cost.hidden_kernels(site),
+        bytes_before=cost.bytes_before(site), bytes_after=cost.bytes_after(site),
+        symbolic=any(not isinstance(n, int) for fake in site.fakes for n in fake.shape),
+        source=_source_of(site))
+
+
+def _declined(lens: Lens, node, decline: Decline, norm=None):
+    value = lens.tensor(node)
+    report = SiteReport(
+        status="declined", pattern=norm.spelling if norm else lens.kind(node) or "norm",
+        where=lens.where(node), reason=decline.reason,
+        node=(decline.node if decline.node is not None else node).name,
+        device=str(value.device) if value is not None else "",
+        hidden_kernels=cost.predicted(norm) if norm else ())
+    return node, report
+
+
+def _source_of(site: Site) -> Callable[[], str | None]:
+    region = site.region
+    shapes = [tuple(map(hint, fake.shape)) for fake in site.fakes]
+    strides = [tuple(map(hint, fake.stride())) for fake in site.fakes]
+    device = site.fakes[0].device
+
+    def source() -> str | None:
+        from .kernels.launch import kernel_source
+
+        return kernel_source(region, shapes, strides, device)
+
+    return source
+
+
+def _model_name(gm: GraphModule) -> str:
+    """`forward in model.py`: the outermost frame that Dynamo traced, as far as the graph tells."""
+    for node in gm.graph.nodes:
+        frame = _FRAME.search(node.meta.get("stack_trace") or "") if node.op != "placeholder" else None
+        if frame:
+            return f"{frame[2]} in {Path(frame[1]).name}"
+    return ""
+
+
+_FRAME = re.compile(r'File "([^"]+)", line \d+, in (\w+)')
+
+
+def _inner_compiler(name: str) -> Callable | None:
+    """The Dynamo backend of that name; None for "eager", which needs none."""
+    if name == "eager":
+        return None
+    from torch._dynamo.backends.registry import list_backends, lookup_backend
+    from torch._dynamo.exc import InvalidBackend
+
+    try:
+        return lookup_backend(name)
+    except InvalidBackend:
+        known = ", ".join(sorted({"eager", *list_backends(exclude_tags=())} - {"ascend_ln_fuse"}))
+        raise ValueError(f"option 'inner' of ascend_ln_fuse: no Dynamo backend {name!r}; "
+                         f"known: {known}") from None
+
+
+def auto_fusion(model: torch.nn.Module, *, dynamic: bool | None = None, fullgraph: bool = False,
+                **options) -> torch.nn.Module:
+    """Compile `model` in place with this backend and return the same object.
+
+    The first call of the model traces it. state_dict keys, deepcopy and pickle stay as they were (a
+    copy is not compiled; call `auto_fusion` on it again).
+
+    Args:
+        model: any torch.nn.Module.
+        dynamic, fullgraph: as in `torch.compile`.
+        **options: the fields of `ascend_ln_fuse.Options`.
+
+    Raises:
+        TypeError: `model` is no module, or an option has the wrong type.
+        ValueError: an unknown option, or a value out of range.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}; for a function "
+                        'use torch.compile(f, backend="ascend_ln_fuse")')
+    chosen = parse_options(options)
+    _inner_compiler(chosen.inner)
+    model.compile(backend="ascend_ln_fuse", dynamic=dynamic, fullgraph=fullgraph,
+                  options={name: getattr(chosen, name) for name in options})
+    return model

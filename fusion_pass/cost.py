@@ -1,0 +1,102 @@
+"""Bytes and kernels of a site, before and after: estimates for selection and the report.
+
+Before: each op of the site reads its inputs and writes its result once, and a library norm on a
+strided view first makes a copy. After: every operand is read once, every output written once. Sizes are
+those seen at compile time.
+"""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from .effects import tensors_of, value_of
+from .graph import hint
+from .hidden import layout_kernels, norm_kernels
+from .kinds import kind
+from .site import Site
+
+
+def tensor_bytes(fake) -> int:
+    """Bytes of the distinct elements of a fake: a broadcast dim counts once."""
+    count = fake.element_size()
+    for size, stride in zip(fake.shape, fake.stride()):
+        count *= 1 if isinstance(stride, int) and stride == 0 else hint(size)
+    return count
+
+
+def bytes_before(site: Site) -> int:
+    """Bytes that the site's ops move in eager."""
+    total = 0
+    views = {node for node in site.interior if _is_free(node)}
+    for node in site.interior - views:
+        inputs = {arg for arg in node.all_input_nodes}
+        total += sum(tensor_bytes(t) for arg in inputs for t in tensors_of(value_of(arg)))
+        total += sum(tensor_bytes(t) for t in tensors_of(value_of(node)))
+    for norm in site.norms:
+        fake = value_of(norm.value)
+        if norm.spelling in ("layer_norm", "rms_norm") and layout_kernels(*_concrete(fake)):
+            total += 2 * tensor_bytes(fake)
+    return total
+
+
+def bytes_after(site: Site) -> int:
+    """Bytes that the fused kernel moves."""
+    reads = sum(tensor_bytes(fake) for fake in site.fakes)
+    return reads + sum(tensor_bytes(value_of(node)) for node in site.outputs)
+
+
+def saved_bytes(site: Site) -> int:
+    """What selection ranks by; a launch saved counts as 4 KiB so that small sites count too."""
+    launches = sum(not _is_free(node) for node in site.interior) - 1
+    return bytes_before(site) - bytes_after(site) + 4096 * launches
+
+
+def kernels_removed(site: Site) -> tuple[str, ...]:
+    """The eager ops that disappear, in graph order; views, which launch nothing, are left out."""
+    ordered = [node for node in site.anchor.graph.nodes if node in site.interior]
+    return tuple(_label(node) for node in ordered if not _is_free(node))
+
+
+def hidden_kernels(site: Site) -> tuple[str, ...]:
+    """The kernels that Ascend is predicted to launch round the site's library norms (`hidden.py`)."""
+    names: list[str] = []
+    for norm in site.norms:
+        names += predicted(norm)
+    return tuple(names)
+
+
+def predicted(norm) -> tuple[str, ...]:
+    """Predicted hidden kernels of one norm; none for a handwritten one, whose kernels are explicit."""
+    if norm.spelling not in ("layer_norm", "rms_norm"):
+        return ()
+    fake = value_of(norm.value)
+    shape, strides = _concrete(fake)
+    weight = value_of(norm.weight) if norm.weight is not None else None
+    return norm_kernels(norm.op, shape, strides, _word(fake),
+                        has_weight=norm.weight is not None, has_bias=norm.bias is not None,
+                        weight_dtype=None if weight is None else _word(weight))
+
+
+def _word(fake) -> str:
+    return str(fake.dtype).removeprefix("torch.")
+
+
+def _concrete(fake) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(map(hint, fake.shape)), tuple(map(hint, fake.stride()))
+
+
+def _is_free(node: Node) -> bool:
+    """A view or an identity launches nothing."""
+    if kind(node) == "getitem":
+        return True
+    mine = {t.untyped_storage()._cdata for t in tensors_of(value_of(node))}
+    theirs = {t.untyped_storage()._cdata for arg in node.all_input_nodes[:1]
+              for t in tensors_of(value_of(arg))}
+    return bool(mine) and mine <= theirs
+
+
+def _label(node: Node) -> str:
+    word = kind(node) or str(node.target)
+    if word == "to":
+        return f"to({_word(value_of(node))})"
+    return word

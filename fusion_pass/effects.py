@@ -1,0 +1,196 @@
+"""What a node reads and writes: the memory behind tensors, the random stream, ambient state.
+
+The unit of memory is a storage, as the fakes tell it: a view shares its base's. Nothing is assumed of
+an op that no table knows: it reads and writes all that its arguments reach.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch.fx import Node
+
+from .kinds import base_name
+
+#: Not memory, but ordered like it.
+RANDOM = "random"
+WORLD = "world"
+
+#: Functions that write tensors which their name does not betray: positions of the written arguments.
+_HIDDEN_WRITES = {"batch_norm": (1, 2), "instance_norm": (1, 2), "native_batch_norm": (3, 4)}
+#: Substrings of names of ops that draw random numbers (some only with dropout_p > 0: an order too
+#: many costs nothing).
+_RANDOM_WORDS = ("dropout", "rand", "bernoulli", "normal_", "multinomial", "poisson", "exponential_",
+                 "uniform_", "cauchy_", "geometric_", "attention", "rrelu", "gumbel")
+_RANDOM_NAMES = frozenset(("normal",))
+#: Calls that switch state which later ops depend on: nothing may move across one.
+_FENCES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode",
+           "_exit_inference_mode", "_vmap_increment_nesting", "_vmap_decrement_nesting",
+           "_grad_increment_nesting", "_grad_decrement_nesting", "_jvp_increment_nesting",
+           "_jvp_decrement_nesting", "_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable",
+           "set_deterministic_debug_mode", "_set_deterministic_algorithms", "_enter_dual_level",
+           "_exit_dual_level", "set_fwd_grad_enabled", "_set_fwd_grad_enabled", "set_stream")
+_TRANSFORM_WORDS = ("_vmap_", "_grad_increment", "_grad_decrement", "_jvp_")
+
+
+@dataclass(frozen=True)
+class Effects:
+    """Storage keys (ints) and the words RANDOM and WORLD that a node reads and writes."""
+
+    reads: frozenset
+    writes: frozenset
+
+
+def value_of(node: Node):
+    """The fake (or symbolic number, or tuple of such) that `node` yields; None when unknown."""
+    meta = node.meta
+    return meta["example_value"] if "example_value" in meta else meta.get("val")
+
+
+def tensors_of(value) -> Iterator[torch.Tensor]:
+    """The tensors in `value`, through tuples and lists."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_of(item)
+
+
+def storage_key(tensor: torch.Tensor) -> int | None:
+    """A key of the memory behind a fake, valid while the graph is alive; None where it has none
+    (sparse, nested and wrapper subclasses)."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def storages(value) -> frozenset:
+    """Keys of all memory behind `value`; WORLD stands for memory that cannot be told."""
+    keys = (storage_key(t) for t in tensors_of(value))
+    return frozenset(WORLD if key is None else key for key in keys)
+
+
+def is_fence(node: Node) -> bool:
+    """Whether `node` switches ambient state (grad mode, autocast, functorch levels)."""
+    name = node.op == "call_function" and getattr(node.target, "__name__", None)
+    return bool(name) and name in _FENCES
+
+
+def transform_depth_change(node: Node) -> int:
+    """+1 where a functorch transform begins, -1 where it ends, else 0."""
+    name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+    if any(word in name for word in _TRANSFORM_WORDS):
+        return 1 if "increment" in name else -1
+    return 0
+
+
+def effects_of(node: Node) -> Effects:
+    """What `node` reads and writes (see the module docstring)."""
+    if node.op in ("placeholder", "get_attr"):
+        return Effects(frozenset(), frozenset())
+    inputs = [value_of(arg) for arg in node.all_input_nodes]
+    reads = frozenset().union(*map(storages, inputs)) if inputs else frozenset()
+    if node.op == "output":
+        return Effects(reads, frozenset())
+    written = _written(node)
+    if written is None:
+        return Effects(reads | {WORLD}, reads | {WORLD, RANDOM})
+    writes = frozenset().union(*(storages(value_of(n)) for n in written)) if written else frozenset()
+    if _draws(node):
+        writes |= {RANDOM}
+    return Effects(reads, writes)
+
+
+def _draws(node: Node) -> bool:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return torch.Tag.nondeterministic_seeded in node.target.tags
+    name = base_name(node) or ""
+    return name in _RANDOM_NAMES or any(word in name for word in _RANDOM_WORDS)
+
+
+def _nodes_in(arg) -> list[Node]:
+    found: list[Node] = []
+    torch.fx.node.map_arg(arg, lambda n: found.append(n) or n)
+    return found
+
+
+def _written(node: Node) -> list[Node] | None:
+    """The nodes whose memory `node` writes; None when that cannot be told."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        overloads = [getattr(target, name) for name in target.overloads()]
+        if not any(o._schema.is_mutable for o in overloads):
+            return []
+        return node.all_input_nodes
+    if isinstance(target, torch._ops.OpOverload):
+        return _written_by_schema(node, target._schema)
+    if is_fence(node):
+        return None
+    name = base_name(node)
+    if name is None:
+        return None
+    written: list[Node] = []
+    if "out" in node.kwargs:
+        written += _nodes_in(node.kwargs["out"])
+    if _writes_first(node, name):
+        written += _nodes_in(node.args[:1])
+    for index in _HIDDEN_WRITES.get(name, ()):
+        written += _nodes_in(node.args[index:index + 1])
+    if name in _HIDDEN_WRITES or name == "embedding":
+        # Running statistics, and embedding(max_norm=...), by keyword.
+        written += _nodes_in([node.kwargs.get(k) for k in ("running_mean", "running_var")])
+        if name == "embedding" and (node.kwargs.get("max_norm") is not None or len(node.args) > 3):
+            written += _nodes_in(node.args[1:2])
+    return written
+
+
+def _writes_first(node: Node, name: str) -> bool:
+    if name.endswith("_") and not name.endswith("__"):
+        return True
+    if node.op == "call_function":
+        module = getattr(node.target, "__module__", None)
+        if module in ("_operator", "operator"):
+            return name in _INPLACE_OPERATORS
+        return _binds_inplace(node)
+    return name in ("__setitem__", "set_data") or \
+        (name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__index__"))
+
+
+_INPLACE_OPERATORS = frozenset(
+    "iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor ilshift irshift "
+    "setitem delitem".split())
+
+
+def _binds_inplace(node: Node) -> bool:
+    if node.kwargs.get("inplace"):
+        return True
+    position = _inplace_position(node.target)
+    return position is not None and len(node.args) > position and bool(node.args[position])
+
+
+@lru_cache(maxsize=1024)
+def _inplace_position(target) -> int | None:
+    try:
+        names = list(inspect.signature(target).parameters)
+    except (TypeError, ValueError):
+        return None
+    return names.index("inplace") if "inplace" in names else None
+
+
+def _written_by_schema(node: Node, schema) -> list[Node]:
+    if not schema.is_mutable:
+        return []
+    written: list[Node] = []
+    for index, argument in enumerate(schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        if argument.name in node.kwargs:
+            written += _nodes_in(node.kwargs[argument.name])
+        elif index < len(node.args):
+            written += _nodes_in(node.args[index])
+    return written

@@ -1,0 +1,195 @@
+"""The lens: an FX graph as the patterns see it.
+
+Dynamo's and ATen graphs look the same through it: what a node computes (`kind`), what it yields
+(`value`), which memory it shares (`is_view_of`), and in which order nodes must stay (`order`, a
+networkx DiGraph of data and effect edges over node positions). Nothing is traced or run again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+
+import networkx as nx
+import torch
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from .effects import (
+    WORLD,
+    effects_of,
+    is_fence,
+    storage_key,
+    tensors_of,
+    transform_depth_change,
+    value_of,
+)
+from .kinds import kind
+
+
+def same(a, b) -> bool:
+    """Whether two sizes are equal for every size that the graph may meet; adds no guard."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    if isinstance(a, torch.SymInt) and a is b:
+        return True
+    return statically_known_true(a == b)
+
+
+def same_shape(a, b) -> bool:
+    """`same`, dim by dim."""
+    return len(a) == len(b) and all(map(same, a, b))
+
+
+def hint(size, default: int = 1) -> int:
+    """The size seen at compile time: for estimates and the report, never for a decision that
+    must hold at other sizes."""
+    if isinstance(size, int):
+        return size
+    value = getattr(getattr(size, "node", None), "_hint", None)
+    return int(value) if value is not None else default
+
+
+class Lens:
+    """One graph, read once. Positions are those of the graph at construction.
+
+    Attributes:
+        nodes: the nodes in order; `position` is its inverse.
+        order: DiGraph over positions; an edge says that its head must come after its tail (data, a
+            read after a write, a write after a read or write, random draws in turn).
+        segment: per node, the count of fences (grad mode, autocast, functorch) before it. A fused op
+            replaces nodes of one segment only.
+    """
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self.nodes = list(graph.nodes)
+        self.position = {node: i for i, node in enumerate(self.nodes)}
+        self.segment: dict[Node, int] = {}
+        self.transformed: set[Node] = set()
+        self.written: set = set()
+        self._kinds: dict[Node, str | None] = {}
+        self.order = self._order()
+
+    def kind(self, node) -> str | None:
+        """The word for what `node` computes; None for unknown ops and for anything but a node."""
+        if not isinstance(node, Node):
+            return None
+        if node not in self._kinds:
+            self._kinds[node] = kind(node)
+        return self._kinds[node]
+
+    def tensor(self, node) -> torch.Tensor | None:
+        """The one tensor that `node` yields, or None."""
+        value = value_of(node) if isinstance(node, Node) else None
+        return value if isinstance(value, torch.Tensor) else None
+
+    def users(self, node: Node) -> list[Node]:
+        return list(node.users)
+
+    def is_view(self, node: Node) -> bool:
+        """Whether `node` yields memory of its first argument (an identity counts as a view)."""
+        if node.op not in ("call_function", "call_method") or not node.args or \
+                not isinstance(node.args[0], Node):
+            return False
+        mine = {storage_key(t) for t in tensors_of(value_of(node))}
+        theirs = {storage_key(t) for t in tensors_of(value_of(node.args[0]))}
+        return bool(mine) and None not in mine and mine <= theirs and self.kind(node) is not None
+
+    def is_identity(self, node: Node) -> bool:
+        """Whether `node` yields its first argument itself (`x.float()` of fp32, `contiguous` of dense)."""
+        mine, theirs = self.tensor(node), self.tensor(node.args[0]) if node.args else None
+        return mine is not None and theirs is not None and self.is_view(node) and \
+            mine.dtype == theirs.dtype and same_shape(mine.shape, theirs.shape) and \
+            same_shape(mine.stride(), theirs.stride()) and \
+            same(mine.storage_offset(), theirs.storage_offset())
+
+    def is_mutated(self, node: Node) -> bool:
+        """Whether any node of the graph writes the memory that `node` yields."""
+        return any(storage_key(t) in self.written for t in tensors_of(value_of(node)))
+
+    def where(self, node: Node) -> str:
+        """`module.path, file.py:line` of `node`, as far as its metadata tells."""
+        parts = [part for part in (module_path(node), source_line(node)) if part]
+        return ", ".join(parts) or node.name
+
+    def _order(self) -> nx.DiGraph:
+        edges = nx.DiGraph()
+        edges.add_nodes_from(range(len(self.nodes)))
+        effects = [effects_of(node) for node in self.nodes]
+        for effect in effects:
+            self.written |= effect.writes
+        inputs = {storage_key(t) for node in self.nodes if node.op in ("placeholder", "get_attr")
+                  for t in tensors_of(value_of(node))}
+        # Two inputs may share memory without their fakes saying so: where the graph writes one
+        # input, all inputs count as one storage.
+        joint = inputs if inputs & self.written else frozenset()
+        writer: dict = {}
+        readers = defaultdict(list)
+        segment = depth = 0
+        fence = world = None
+
+        def touch(i: int, keys: frozenset, write: bool) -> None:
+            for key in keys:
+                before = writer.get(key, world)
+                if before is not None:
+                    edges.add_edge(before, i)
+                if write:
+                    edges.add_edges_from((r, i) for r in readers.pop(key, ()) if r != i)
+                    writer[key] = i
+                else:
+                    readers[key].append(i)
+
+        for i, (node, effect) in enumerate(zip(self.nodes, effects)):
+            for arg in node.all_input_nodes:
+                edges.add_edge(self.position[arg], i)
+            if fence is not None:
+                edges.add_edge(fence, i)
+            if is_fence(node):
+                depth += transform_depth_change(node)
+                edges.add_edges_from((j, i) for j in range(fence or 0, i))
+                segment, fence = segment + 1, i
+            self.segment[node] = segment
+            if depth > 0:
+                self.transformed.add(node)
+            reads, writes = ({"inputs" if k in joint else k for k in keys}
+                             for keys in (effect.reads, effect.writes))
+            if WORLD in writes:
+                # Memory that cannot be told: after all that came before, before all that follows.
+                touch(i, frozenset(writer) | frozenset(readers), write=True)
+                writer.clear()
+                world = i
+            else:
+                touch(i, frozenset(reads), write=False)
+                touch(i, frozenset(writes), write=True)
+        edges.remove_edges_from(list(nx.selfloop_edges(edges)))
+        return edges
+
+
+_STEP = re.compile(r"_modules\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]|([^.\[\]]+)")
+
+
+def module_path(node: Node) -> str:
+    """`blocks.3.attn.norm_q` from Dynamo's module stack; "" when the node has none."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    entry = list(stack.values())[-1]
+    path = entry[0] if isinstance(entry, (tuple, list)) else str(entry)
+    path = re.sub(r"\A(L\['[^']*'\]|L__self__|self)\.?", "", path)
+    steps = ("".join(filter(None, m)) for m in _STEP.findall(path))
+    return ".".join(step for step in steps if step != "_modules")
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def source_line(node: Node) -> str:
+    """`model.py:41`: the innermost frame that is not PyTorch's own; "" when unknown."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    own = [f for f in frames if not re.search(r"[\\/](torch|einops)[\\/]", f[0])] or frames
+    if not own:
+        return ""
+    path, line = own[-1]
+    name = re.split(r"[\\/]", path)[-1]
+    return f"{name}:{line}"

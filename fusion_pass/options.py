@@ -1,0 +1,80 @@
+"""Options of the backend: one dataclass for `torch.compile(options=...)` and `auto_fusion(...)`."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+#: Set to 1 to have failures of the pass raise instead of running the original graph.
+STRICT_VARIABLE = "ASCEND_LN_FUSE_STRICT"
+
+_CHOICES = {
+    "report": ("off", "table", "full"),
+    "training": ("fuse", "decline"),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may set.
+
+    Attributes:
+        report: "table" prints one table per compiled graph to stderr; "full" adds the region text and
+            the kernel source of each site; "off" prints nothing. `last_reports()` has them in any case.
+        inner: the compiler of the rest of the graph: "eager" (default: runs it as is) or the name of
+            any Dynamo backend, e.g. "inductor".
+        training: sites whose inputs require grad while grad mode is on: "fuse" (backward differentiates
+            the reference) or "decline".
+    """
+
+    report: str = "table"
+    inner: str = "eager"
+    training: str = "fuse"
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, str):
+                raise TypeError(f"option {field.name!r} of ascend_ln_fuse must be a str "
+                                f"({_describe(field.name)}), not {type(value).__name__} {value!r}")
+            if field.name in _CHOICES and value not in _CHOICES[field.name]:
+                raise ValueError(f"option {field.name!r} of ascend_ln_fuse must be "
+                                 f"{_describe(field.name)}, not {value!r}")
+        if self.inner == "ascend_ln_fuse":
+            raise ValueError("option 'inner' of ascend_ln_fuse must be another backend")
+
+
+def _describe(name: str) -> str:
+    choices = _CHOICES.get(name)
+    return "the name of a Dynamo backend" if choices is None else \
+        " or ".join(repr(choice) for choice in choices)
+
+
+def parse_options(options: Mapping[str, object] | Options | None) -> Options:
+    """Options from a mapping, as `torch.compile(options=...)` hands them over.
+
+    Raises:
+        ValueError: an unknown name (the message lists the valid ones), or a value out of range.
+        TypeError: a value or `options` of the wrong type.
+    """
+    if options is None:
+        return Options()
+    if isinstance(options, Options):
+        return options
+    if not isinstance(options, Mapping):
+        raise TypeError(f"options of ascend_ln_fuse must be a dict, not {type(options).__name__}")
+    names = [field.name for field in fields(Options)]
+    for name in options:
+        if name not in names:
+            close = difflib.get_close_matches(str(name), names, n=1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            raise ValueError(f"unknown option {name!r} of ascend_ln_fuse{hint}; "
+                             f"valid options: {', '.join(names)}")
+    return Options(**options)
+
+
+def strict() -> bool:
+    """Whether failures of the pass raise (see STRICT_VARIABLE)."""
+    return os.environ.get(STRICT_VARIABLE, "") not in ("", "0")

@@ -1,0 +1,130 @@
+"""Selection: a conflict-free, convex set of sites, best value first.
+
+A site is convex when nothing outside it lies between two of its nodes in the lens's order (data,
+memory, random draws): only then can one op stand for all of it. Sites must not share a node, and must
+stay convex together: with each taken site contracted to one node, the order stays acyclic.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+
+import networkx as nx
+from torch.fx import Node
+
+from .cost import saved_bytes
+from .graph import Lens
+from .site import Decline, Site
+
+
+class Candidate:
+    """The sites of one norm, from the largest to the smallest, each made when it is asked for.
+
+    `makers` are called in turn; one that raises Decline is skipped, its reason kept.
+    """
+
+    def __init__(self, anchor: Node, makers: Iterator):
+        self.anchor, self._makers = anchor, makers
+        self.site: Site | None = None
+        self.reason: Decline | None = None
+
+    def advance(self) -> bool:
+        """Move on to the next site; False when there is none left."""
+        self.site = None
+        for make in self._makers:
+            try:
+                self.site = make()
+                return True
+            except Decline as decline:
+                self.reason = self.reason or decline
+        return False
+
+
+def select(lens: Lens, candidates: Sequence[Candidate]) -> tuple[Taken, list[Candidate]]:
+    """The chosen sites, and the candidates of which none could be taken (with their reasons)."""
+    taken, lost, heap = Taken(lens), [], []
+
+    def push(candidate: Candidate) -> None:
+        if candidate.advance():
+            value = saved_bytes(candidate.site)
+            heapq.heappush(heap, (-value, lens.position[candidate.anchor], candidate))
+        else:
+            lost.append(candidate)
+
+    for candidate in candidates:
+        push(candidate)
+    while heap:
+        _, _, candidate = heapq.heappop(heap)
+        refusal = taken.add(candidate.site)
+        if refusal is not None:
+            candidate.reason = candidate.reason or refusal
+            push(candidate)
+    return taken, lost
+
+
+class Taken:
+    """The sites taken so far, and what the order looks like with each contracted to one node."""
+
+    def __init__(self, lens: Lens):
+        self.lens = lens
+        self.sites: list[Site] = []
+        self._group: dict[int, int] = {}
+        self._members: list[list[int]] = []
+
+    def add(self, site: Site) -> Decline | None:
+        """Take `site`; the reason where it conflicts with what is taken, and then it is not taken."""
+        positions = sorted(self.lens.position[node] for node in site.interior)
+        for position in positions:
+            if position in self._group:
+                return Decline("part of another fused site", self.lens.nodes[position])
+        between = self._path_back(positions)
+        if between is not None:
+            node = self.lens.nodes[between]
+            return Decline(f"{node.name} must run between two parts of the site", node)
+        number = len(self._members)
+        self._members.append(positions)
+        self._group.update(dict.fromkeys(positions, number))
+        self.sites.append(site)
+        return None
+
+    def _path_back(self, positions: list[int]) -> int | None:
+        """A node outside that lies on a path from the site back into it, or None."""
+        order, inside, last = self.lens.order, set(positions), positions[-1]
+        seen: set[int] = set()
+        stack = [s for p in positions for s in order.successors(p) if s not in inside]
+        while stack:
+            position = stack.pop()
+            if position in seen:
+                continue
+            group = self._group.get(position)
+            members = [position] if group is None else self._members[group]
+            seen.update(members)
+            # Edges lead forward, so nothing beyond the site's last node leads back into it.
+            if members[0] > last:
+                continue
+            for member in members:
+                for successor in order.successors(member):
+                    if successor in inside:
+                        return position
+                    if successor not in seen:
+                        stack.append(successor)
+        return None
+
+    def schedule(self) -> list[Node | Site]:
+        """Nodes and sites in an order to run them in: the graph's own, but for what must follow a
+        site's last node."""
+        lens = self.lens
+        unit = {p: -1 - group for p, group in self._group.items()}
+        contracted = nx.DiGraph()
+        contracted.add_nodes_from(unit.get(p, p) for p in range(len(lens.nodes)))
+        for a, b in lens.order.edges:
+            a, b = unit.get(a, a), unit.get(b, b)
+            if a != b:
+                contracted.add_edge(a, b)
+
+        def turn(key: int) -> int:
+            return key if key >= 0 else self._members[-1 - key][-1]
+
+        ordered = nx.lexicographical_topological_sort(contracted, key=turn)
+        return [lens.nodes[key] if key >= 0 else self.sites[-1 - key] for key in ordered]

@@ -1,0 +1,358 @@
+"""A site: the nodes that one fused op replaces, and the region that gives their meaning.
+
+`Norm` is what a pattern's matcher finds: one normalisation, however spelled. `assemble` turns a norm and
+the nodes grown round it into a `Site`; it raises `Decline` where no region says exactly what the nodes do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Graph, Node
+
+from .effects import value_of
+from .graph import Lens, hint, same, same_shape
+from .kernels.pointwise import POINTWISE
+from .kernels.reference import DTYPE_WORDS
+from .kernels.region import Line, NormRegion, Operand, Output, dense_strides
+from .kinds import REGROUPING_VIEWS
+
+
+class Decline(Exception):
+    """Why a site cannot be fused, and the node that caused it."""
+
+    def __init__(self, reason: str, node: Node | None = None):
+        super().__init__(reason)
+        self.reason, self.node = reason, node
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A view to take of a tensor: a node's call without its first argument.
+
+    Compared by identity: arguments may hold slices, which Python before 3.12 cannot hash."""
+
+    op: str
+    target: object
+    args: tuple
+    kwargs: tuple
+
+    @classmethod
+    def of(cls, node: Node) -> Step:
+        return cls(node.op, node.target, tuple(node.args[1:]), tuple(node.kwargs.items()))
+
+    @classmethod
+    def method(cls, name: str, *args) -> Step:
+        return cls("call_method", name, args, ())
+
+    def insert(self, graph: Graph, node: Node, lookup) -> Node:
+        """The node in `graph` that takes this view of `node`."""
+        args, kwargs = torch.fx.node.map_arg((self.args, dict(self.kwargs)), lookup)
+        return graph.create_node(self.op, self.target, (node, *args), kwargs)
+
+    def run(self, value):
+        """The view of a fake tensor (or tuple); no guard is kept of it."""
+        args, kwargs = torch.fx.node.map_arg((self.args, dict(self.kwargs)), value_of)
+        if self.op == "call_method":
+            return getattr(value, self.target)(*args, **kwargs)
+        return self.target(value, *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Norm:
+    """One normalisation in the graph.
+
+    Attributes:
+        op: "layer_norm" or "rms_norm" (kernels/region.py gives their meaning).
+        value: what is normalised; weight, bias: tensors of the normalised shape, or None.
+        eps: a number, or the node of a run-time scalar.
+        shape: the normalised sizes, static; several where several dims are normalised.
+        out: the node of the result.
+        interior: the nodes that the norm consists of, `out` among them.
+        dtype: the dtype in which the norm's line works and yields; operands are cast to it first.
+        spelling: "layer_norm", "rms_norm", or "handwritten ...", for the report.
+    """
+
+    op: str
+    value: Node
+    weight: Node | None
+    bias: Node | None
+    eps: float | Node
+    shape: tuple[int, ...]
+    out: Node
+    interior: frozenset[Node]
+    dtype: torch.dtype
+    spelling: str
+
+    @property
+    def lane(self) -> int:
+        lane = 1
+        for size in self.shape:
+            lane *= size
+        return lane
+
+
+@dataclass
+class Site:
+    """What `rewrite` needs: `region(inputs, scalars)`, then `finish` on each result, gives `outputs`."""
+
+    pattern: str
+    norms: tuple[Norm, ...]
+    interior: frozenset[Node]
+    region: NormRegion
+    inputs: tuple[tuple[Node, tuple[Step, ...]], ...]
+    scalars: tuple[float | Node, ...]
+    outputs: tuple[Node, ...]
+    finish: tuple[Step, ...] = ()
+    #: fakes of the operands after their steps, for byte counts and checks
+    fakes: tuple[torch.Tensor, ...] = field(default=(), repr=False)
+
+    @property
+    def anchor(self) -> Node:
+        return self.norms[0].out
+
+
+def pointwise_word(lens: Lens, node: Node) -> str | None:
+    """The word of kernels/pointwise.py that `node` computes exactly, or None."""
+    word = lens.kind(node)
+    kwargs = dict(node.kwargs)
+    if word == "gelu":
+        approximate = kwargs.pop("approximate", node.args[1] if len(node.args) > 1 else "none")
+        return None if kwargs else {"none": "gelu", "tanh": "gelu_tanh"}.get(approximate)
+    if word == "pow":
+        power = node.args[1] if len(node.args) == 2 else None
+        return {2: "square", 0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}.get(power) \
+            if isinstance(power, (int, float)) and not kwargs else None
+    if word == "rsub":
+        return "sub" if not kwargs and len(node.args) == 2 else None
+    if word not in POINTWISE:
+        return None
+    if kwargs.pop("alpha", 1) != 1 or kwargs.pop("inplace", False) or kwargs:
+        return None
+    return word if len(node.args) == POINTWISE[word].arity else None
+
+
+def pointwise_args(lens: Lens, node: Node) -> tuple:
+    """The operands of a pointwise node in the order of its word."""
+    if lens.kind(node) == "rsub":
+        return (node.args[1], node.args[0])
+    return tuple(node.args[:1]) if lens.kind(node) in ("pow", "gelu") else tuple(node.args)
+
+
+class Assembler:
+    """Writes the region of a set of nodes (see `assemble`)."""
+
+    def __init__(self, lens: Lens, norms: Sequence[Norm], interior: frozenset[Node],
+                 regroup: Node | None):
+        self.lens, self.interior, self.regroup = lens, interior, regroup
+        self.norms = {norm.out: norm for norm in norms}
+        first = norms[0]
+        self.normal_shape = first.shape
+        value = lens.tensor(regroup.args[0]) if regroup is not None else lens.tensor(first.value)
+        self.device = value.device
+        self.flat = len(first.shape)
+        #: sizes of the space: outer dims of the value, then the lane
+        self.space = (*value.shape[:value.dim() - self.flat], first.lane)
+        self.inputs: list[tuple[Node, tuple[Step, ...]]] = []
+        self.fakes: list[torch.Tensor] = []
+        self.operands: list[Operand] = []
+        self.scalars: list[float | Node] = []
+        self.scalar_names: list[str] = []
+        self.lines: list[Line] = []
+        self.memo: dict = {}
+        self.steps: dict[Node, Step] = {}
+        self.dtypes: dict[str, str] = {}
+
+    def emit(self, node: Node, steps: tuple[Step, ...] = ()) -> str:
+        """The name of the value of `node` after `steps`."""
+        key = (node, steps)
+        if key not in self.memo:
+            self.memo[key] = self._emit(node, steps)
+        return self.memo[key]
+
+    def _emit(self, node: Node, steps) -> str:
+        if node in self.norms:
+            return self._norm(self.norms[node])
+        if node not in self.interior:
+            return self._operand(node, steps)
+        lens = self.lens
+        if node is self.regroup:
+            return self.emit(node.args[0], steps)
+        word = lens.kind(node)
+        if word == "copy" or lens.is_identity(node) or \
+                (word in REGROUPING_VIEWS and not lens.is_view(node)):
+            return self.emit(node.args[0], steps)
+        if lens.is_view(node):
+            step = self.steps.setdefault(node, Step.of(node))
+            return self.emit(node.args[0], (step, *steps))
+        dtype = self._word(lens.tensor(node).dtype, node)
+        if word == "to":
+            return self.cast(self.emit(node.args[0], steps), dtype)
+        op = pointwise_word(lens, node)
+        if op is None:
+            raise Decline(f"{word or node.target} has no place in a region", node)
+        args = tuple(self._argument(arg, steps, node) for arg in pointwise_args(lens, node))
+        return self.line(dtype, op, args)
+
+    def _argument(self, arg, steps, node: Node):
+        if isinstance(arg, Node):
+            if isinstance(value_of(arg), torch.Tensor):
+                return self.emit(arg, steps)
+            return self.scalar(arg)
+        if isinstance(arg, bool) or not isinstance(arg, (int, float)):
+            raise Decline(f"argument {arg!r} is no number", node)
+        return float(arg)
+
+    def _norm(self, norm: Norm) -> str:
+        dtype = self._word(norm.dtype, norm.out)
+        value = self.cast(self.emit(norm.value), dtype)
+        vectors = [None if v is None else self.emit(v) for v in (norm.weight, norm.bias)]
+        if self.lens.tensor(norm.value).dtype != norm.dtype:  # autocast casts all operands
+            vectors = [None if v is None else self.cast(v, dtype) for v in vectors]
+        vectors = vectors if norm.op == "layer_norm" else vectors[:1]
+        return self.line(dtype, norm.op, (value, *vectors, self.scalar(norm.eps)))
+
+    def line(self, dtype: str, op: str, args: tuple) -> str:
+        name = f"v{len(self.lines)}"
+        self.lines.append(Line(name, dtype, op, args))
+        self.dtypes[name] = dtype
+        return name
+
+    def cast(self, name: str, dtype: str) -> str:
+        if self.dtypes[name] == dtype:
+            return name
+        key = (name, dtype)
+        if key not in self.memo:
+            self.memo[key] = self.line(dtype, "cast", (name,))
+        return self.memo[key]
+
+    def scalar(self, value: float | Node) -> str:
+        for name, known in zip(self.scalar_names, self.scalars):
+            if known is value or (isinstance(known, float) and known == value):
+                return name
+        self.scalar_names.append(f"s{len(self.scalars)}")
+        self.scalars.append(value if isinstance(value, Node) else float(value))
+        return self.scalar_names[-1]
+
+    def _word(self, dtype: torch.dtype, node: Node) -> str:
+        if dtype not in DTYPE_WORDS:
+            raise Decline(f"dtype {str(dtype).removeprefix('torch.')} is not supported", node)
+        return DTYPE_WORDS[dtype]
+
+    def _operand(self, node: Node, steps) -> str:
+        fake = self.lens.tensor(node)
+        if fake is None:
+            raise Decline("an operand is no tensor", node)
+        fake = replay(fake, steps)
+        # Several normalised dims are one lane: operands are flattened by a view, which must exist.
+        if self.flat > 1 and fake.dim() > 1:
+            fake, steps = self._flatten(node, fake, steps)
+        if fake.device != self.device:
+            raise Decline(f"operands on {fake.device} and {self.device}", node)
+        dims = self._dims(node, fake)
+        lane_stride = fake.stride(-1) if fake.dim() else 1
+        if dims and dims[-1] != 1 and not (same(lane_stride, 1) or same(lane_stride, 0)):
+            raise Decline(f"lane stride {lane_stride}: the normalised dim of {node.name} "
+                          "is not the innermost in memory", node)
+        name = f"x{len(self.inputs)}"
+        dtype = self._word(fake.dtype, node)
+        self.inputs.append((node, steps))
+        self.fakes.append(fake)
+        self.operands.append(Operand(name, dtype, dims))
+        self.dtypes[name] = dtype
+        return name
+
+    def _flatten(self, node: Node, fake: torch.Tensor, steps):
+        k = self.flat
+        if fake.dim() < k or not same_shape(fake.shape[-k:], self.normal_shape):
+            raise Decline("an operand does not have the normalised dims", node)
+        strides = dense_strides(self.normal_shape, range(k))
+        if not all(same(a, b) or same(n, 1)
+                   for a, b, n in zip(fake.stride()[-k:], strides, self.normal_shape)):
+            raise Decline("the normalised dims are not one run of memory", node)
+        step = Step.method("flatten", -k)
+        return replay(fake, (step,)), (*steps, step)
+
+    def _dims(self, node: Node, fake: torch.Tensor) -> tuple:
+        rank = len(self.space)
+        if fake.dim() > rank:
+            raise Decline(f"an operand of {fake.dim()} dims in a space of {rank}", node)
+        dims: list = []
+        for size, space in zip(fake.shape, self.space[rank - fake.dim():]):
+            if same(size, space):
+                dims.append("*")
+            elif same(size, 1):
+                dims.append(1)
+            else:
+                raise Decline(f"an operand of shape {tuple(fake.shape)} does not broadcast to "
+                              f"{tuple(self.space)}", node)
+        if dims:
+            dims[-1] = self.space[-1] if same(fake.shape[-1], self.space[-1]) else 1
+        return tuple(dims)
+
+
+def replay(fake: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:
+    """`fake` seen through `steps`. Guards are suppressed: the steps are views that exist on any
+    strides, so nothing is decided by the sizes seen here."""
+    if not steps:
+        return fake
+    mode = fake.fake_mode
+    with mode, mode.shape_env.suppress_guards() if mode.shape_env else nullcontext():
+        for step in steps:
+            fake = step.run(fake)
+    return fake
+
+
+def layout_order(node: Node, fake: torch.Tensor) -> tuple[int, ...]:
+    """The order of dims in memory, outermost first, of a dense fake; Decline when it is not dense."""
+    def key(dim):
+        # Ties come from dims of size 1: the larger dim is the outer one.
+        return -hint(fake.stride(dim)), -hint(fake.shape[dim])
+
+    order = tuple(sorted(range(fake.dim()), key=key))
+    if not same_shape(dense_strides(tuple(fake.shape), order), fake.stride()):
+        order = tuple(range(fake.dim()))
+        if not same_shape(dense_strides(tuple(fake.shape), order), fake.stride()):
+            raise Decline(f"the result's strides {tuple(fake.stride())} are not dense", node)
+    return order
+
+
+def assemble(lens: Lens, pattern: str, norms: Sequence[Norm], interior: frozenset[Node],
+             outputs: Sequence[Node], regroup: Node | None = None) -> Site:
+    """The site that replaces `interior` and yields `outputs` (nodes of it).
+
+    `regroup` is a reshape inside, above the norm: the region works on the shape before it, and the
+    reshape is done on the (contiguous) results instead.
+
+    Raises:
+        Decline: where the nodes have no exact region, with the node that is in the way.
+    """
+    builder = Assembler(lens, norms, interior, regroup)
+    written = []
+    finish: tuple[Step, ...] = ()
+    if regroup is not None:
+        finish = (Step.of(regroup),)
+    elif builder.flat > 1:
+        finish = (Step.method("unflatten", -1, tuple(norms[0].shape)),)
+    for node in outputs:
+        name = builder.emit(node)
+        fake = lens.tensor(node)
+        order = layout_order(node, fake)
+        if finish:
+            if order != tuple(range(fake.dim())):
+                raise Decline("the result is not contiguous after a reshape", node)
+            order = tuple(range(len(builder.space)))
+        elif not same_shape(fake.shape, builder.space):
+            raise Decline("outputs of different shapes", node)
+        if name in {operand.name for operand in builder.operands}:
+            raise Decline("the site yields one of its inputs", node)
+        written.append(Output(name, builder.dtypes[name], order))
+    if norms[0].lane == 0:
+        raise Decline("the normalised size is 0", norms[0].out)
+    region = NormRegion(norms[0].lane, len(builder.space), tuple(builder.operands),
+                        tuple(builder.scalar_names), tuple(builder.lines), tuple(written))
+    return Site(pattern, tuple(norms), interior, region, tuple(builder.inputs),
+                tuple(builder.scalars), tuple(outputs), finish, tuple(builder.fakes))

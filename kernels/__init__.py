@@ -1,0 +1,1 @@
+"""Regions and the kernels generated for them. Knows Triton and devices, knows no graphs."""

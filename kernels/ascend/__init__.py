@@ -1,0 +1,1 @@
+"""The official Ascend toolchain, offline: lower, compile, lint, interpret, cost, run natively."""

@@ -1,0 +1,550 @@
+"""From a region, a layout's structure and a tile to Triton source that a person can read.
+
+Three shapes of work come out of one generator. A tile is `[rows, D]`: many rows of a small D, or one
+row of a large one, held in memory from load to store. Where D does not fit, a tile is a `[rows, cols]`
+piece and the kernel passes over the columns: once for the means, once for the centred sums, once to
+normalise and store; what stands above the norm in the region is computed again in each pass.
+
+The source has no compile-time parameters: D and the block sizes are literals, so that a launch passes
+pointers and numbers only. Identifiers of the machinery have an upper-case letter, values have the
+names of the region (lower case by its grammar), so they never collide.
+
+Rules from the Ascend compiler (see the project's docs): masks per dim as `index < bound`, lane stride
+the literal 1, bases in 64 bit and in-tile offsets in 32, `//` and `%` on scalars only, no offset
+carried through a loop, statistics two-pass, padded lanes zeroed after centring.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import keyword
+import linecache
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from .layout import Structure, Unsupported
+from .pointwise import POINTWISE
+from .region import NORMS, Line, NormRegion
+from .targets import Target
+
+_TL = {"bf16": "tl.bfloat16", "f16": "tl.float16", "f32": "tl.float32", "f64": "tl.float64"}
+_POINTERS = {"bf16": "*bf16", "f16": "*fp16", "f32": "*fp32", "f64": "*fp64"}
+
+#: Ops whose result is representable wherever all their operands are.
+_EXACT = {"neg", "abs", "relu", "maximum", "minimum"}
+
+#: Dtypes a dtype's values are exactly representable in.
+_WIDER = {"bf16": {"bf16", "f32", "f64"}, "f16": {"f16", "f32", "f64"},
+          "f32": {"f32", "f64"}, "f64": {"f64"}}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Block shape and launch options; see `tiling.choose`.
+
+    Attributes:
+        rows: rows of a tile.
+        cols: columns of a tile: at least D, or a part of D (column passes).
+        num_warps: CUDA only.
+    """
+
+    rows: int
+    cols: int
+    num_warps: int = 4
+
+    def __str__(self) -> str:
+        return f"{self.rows} rows x {self.cols} columns"
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """A generated kernel.
+
+    Attributes:
+        name: of the function; what profilers show.
+        source: text of a module that defines it.
+        params: (name, type) in order; types as in a Triton signature ("*bf16", "i64", "i32", "fp32").
+        tile: its block shape.
+    """
+
+    name: str
+    source: str
+    params: tuple[tuple[str, str], ...]
+    tile: Tile
+
+    @property
+    def signature(self) -> dict[str, str]:
+        """Parameter name -> Triton type."""
+        return dict(self.params)
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A value during generation: the variable that holds it in the compute type and what is known."""
+
+    var: str
+    rows: bool           # differs from row to row of a tile
+    lane: bool           # has one value per lane element
+    program: bool        # the same for every tile of a program
+    exact: str           # narrowest dtype that represents every value of it
+    zero: bool           # 0 in padded lanes
+
+
+@lru_cache(maxsize=1024)
+def generate(region: NormRegion, structure: Structure, tile: Tile, target: Target) -> KernelSource:
+    """The kernel of `region` for tensors laid out as `structure` says.
+
+    Raises:
+        Unsupported: the target lacks a dtype, or a norm is taken of a value without a lane.
+    """
+    words = set(region.dtype_of.values())
+    if lacking := sorted(words - set(target.dtypes)):
+        raise Unsupported(f"{target.name} does not compute in {', '.join(lacking)}")
+    if structure.wide and tile.rows > 1:
+        raise ValueError("offsets of a tile need 64 bits: one row a tile")
+    return _Generator(region, structure, tile, target).kernel()
+
+
+def load(kernel: KernelSource) -> Callable:
+    """The Python function of a kernel, compiled in memory. Its text is registered with linecache,
+    where `inspect.getsource`, and so Triton, finds it. Imports triton."""
+    filename = f"<ascend_ln_fuse {kernel.name}>"
+    lines = kernel.source.splitlines(keepends=True)
+    # No modification time: linecache.checkcache leaves the entry alone.
+    linecache.cache[filename] = (len(kernel.source), None, lines, filename)
+    namespace = {"__name__": f"ascend_ln_fuse.generated.{kernel.name}"}
+    exec(compile(kernel.source, filename, "exec"), namespace)  # noqa: S102 - text made above
+    return namespace[kernel.name]
+
+
+def jit(kernel: KernelSource):
+    """The Triton JIT function of a kernel. Integer arguments are not specialised: one binary serves
+    every size; the alignment of pointers is."""
+    from triton.runtime.jit import JITFunction
+
+    scalars = [name for name, type_ in kernel.params if not type_.startswith("*")]
+    return JITFunction(load(kernel), do_not_specialize=scalars)
+
+
+class _Generator:
+    """Writes one kernel. `self.values` maps a region's names to what is in scope at the moment."""
+
+    def __init__(self, region: NormRegion, structure: Structure, tile: Tile, target: Target):
+        self.region, self.structure, self.tile, self.target = region, structure, tile, target
+        self.rows, self.cols, self.lane = tile.rows, tile.cols, region.lane
+        self.compute = region.compute
+        self.tl_compute = _TL[self.compute]
+        self.in_memory = self.cols >= self.lane
+        self.padded = self.lane % self.cols != 0
+        self.lines: list[str] = []
+        self.indent = 1
+        self.values: dict[str, _Value] = {}
+        self.loaded = dict(zip((x.name for x in region.inputs), structure.operands))
+        self.stored = structure.operands[len(region.inputs):]
+        self.needed = self._ancestors([out.value for out in region.outputs])
+        self.read = {a for line in region.body if line.name in self.needed for a in line.args}
+        self.written = {out.value for out in region.outputs}
+        self.narrow: set[str] = set()
+        self.traits = self._traits()
+
+    # -- what is known before a line is written ------------------------------------------------
+
+    def _ancestors(self, names) -> set[str]:
+        """Names that `names` depend on, themselves included (norm operands too)."""
+        wanted = set(names)
+        for line in reversed(self.region.body):
+            if line.name in wanted:
+                wanted.update(a for a in line.args if isinstance(a, str))
+        return wanted
+
+    def _traits(self) -> dict[str, _Value]:
+        traits: dict[str, _Value] = {}
+        for operand in self.region.inputs:
+            shape = self.loaded[operand.name]
+            rows = shape.moving[self.structure.blocked] and self.rows > 1
+            traits[operand.name] = _Value(_safe(operand.name), rows, shape.lane,
+                                          not any(shape.moving), operand.dtype, shape.lane)
+        for name in self.region.scalars:
+            traits[name] = _Value(_safe(name), False, False, True, self.compute, False)
+        for line in self.region.body:
+            args = [traits[a] for a in line.args if isinstance(a, str)]
+            lane = any(a.lane for a in args)
+            if line.op in NORMS:
+                eps = line.args[-1]
+                if not traits[line.args[0]].lane:
+                    raise Unsupported(f"{line.op} of a value without a lane, {line.args[0]}")
+                if isinstance(eps, str) and eps not in self.region.scalars:
+                    raise Unsupported(f"eps of {line.name} is a tensor, {eps}")
+            exact = line.dtype
+            literals = any(isinstance(a, float) for a in line.args)
+            if line.op == "cast" or (line.op in _EXACT and not literals):
+                fits = [a.exact for a in args if line.dtype in _WIDER[a.exact]]
+                exact = fits[0] if len(set(fits)) == 1 and len(fits) == len(args) else exact
+            zero = (line.op in ("cast", "neg", "abs", "relu", "add", "sub")
+                    and not literals and all(a.zero for a in args))
+            traits[line.name] = _Value(_safe(line.name), any(a.rows for a in args), lane,
+                                       all(a.program for a in args), exact, zero)
+        return traits
+
+    # -- the whole kernel ----------------------------------------------------------------------
+
+    def kernel(self) -> KernelSource:
+        params = self._params()
+        self._prologue()
+        body = self.region.body
+        self._section([x for x in self._names() if self._level(x) == "program"])
+        if self.target.persistent:
+            self.put("# Each program works off a contiguous range of tiles.")
+            self.put("FIRST = tl.program_id(0) * PER")
+            self.put("for TILE in range(FIRST, tl.minimum(FIRST + PER, TILES)):")
+            self.indent += 1
+        else:
+            self.put("TILE = tl.program_id(0)")
+        self._decode()
+        self._section([x for x in self._names() if self._level(x) == "tile"])
+        if self.in_memory:
+            self._stores()
+        else:
+            for norms in self._generations(body):
+                self._statistics(norms)
+            self.put("")
+            self.put("# Normalise and store.")
+            self._columns()
+            self._section(self._names(self.needed))
+            self._stores()
+        return self._finish(params)
+
+    def _params(self) -> tuple[tuple[str, str], ...]:
+        region, structure = self.region, self.structure
+        tensors = [(x.name, x.dtype) for x in region.inputs]
+        tensors += [(f"{x.value}", x.dtype) for x in region.outputs]
+        #: Names of operands in the source: an output may repeat, or have an input's name.
+        self.tags = [n for n, _ in tensors[:len(region.inputs)]]
+        self.tags += [f"O{i}_{n}" for i, (n, _) in enumerate(tensors[len(region.inputs):])]
+        params = [(f"P_{tag}", _POINTERS[d]) for tag, (_, d) in zip(self.tags, tensors)]
+        for tag, operand in zip(self.tags, structure.operands):
+            params += [(f"S_{tag}_{d}", "i64") for d, m in enumerate(operand.moving) if m]
+        params += [(f"N_{d}", "i32") for d in range(structure.dims)]
+        params.append(("TILES", "i32"))
+        if self.target.persistent:
+            params.append(("PER", "i32"))
+        if self.compute == "f64":
+            # A float argument is fp32 in Triton; an fp64 one travels as its bits.
+            params += [(f"BITS_{name}", "i64") for name in region.scalars]
+        else:
+            params += [(_safe(name), "fp32") for name in region.scalars]
+        return tuple(params)
+
+    def _prologue(self) -> None:
+        if self.rows > 1:
+            self.put(f"ROW = tl.arange(0, {self.rows})[:, None]")
+        if self.in_memory:
+            self._columns()
+        if self.compute == "f64":
+            for name in self.region.scalars:
+                self.put(f"{_safe(name)} = BITS_{name}.to(tl.int64).to(tl.float64, bitcast=True)")
+        for name in self.region.scalars:
+            self.values[name] = self.traits[name]
+
+    def _columns(self) -> None:
+        """The column index; in a column pass, the head of its loop."""
+        first = ""
+        if not self.in_memory:
+            self.put(f"for C0 in range(0, {self.lane}, {self.cols}):")
+            self.indent += 1
+            first = "C0 + "
+        self.put(f"COL = {first}tl.arange(0, {self.cols})[None, :]")
+        if self.padded:
+            self.put(f"COL_IN = COL < {self.lane}")
+
+    def _decode(self) -> None:
+        """From the tile's index to an index per outer dim, and to every operand's address."""
+        dims, blocked = self.structure.dims, self.structure.blocked
+        self.put(f"# The tile's place; rows run along dim {blocked}.")
+        rest = "TILE"
+        for d in reversed(range(dims)):
+            if d == 0:
+                self.put(f"I_0 = {rest}")
+                break
+            count = f"N_{d}"
+            if d == blocked and self.rows > 1:
+                count = "BLOCKS"
+                self.put(f"BLOCKS = (N_{d} + {self.rows - 1}) // {self.rows}")
+            self.put(f"I_{d} = {rest} % {count}")
+            self.put(f"REST_{d} = {rest} // {count}")
+            rest = f"REST_{d}"
+        if self.rows > 1:
+            self.put(f"ROW_0 = I_{blocked} * {self.rows}")
+            self.put(f"ROW_IN = (ROW_0 + ROW) < N_{blocked}")
+        used = self.tags[:len(self.region.inputs)]
+        for tag, operand in zip(self.tags, self.structure.operands):
+            if (tag in used and tag not in self.needed) or not any(operand.moving):
+                continue
+            terms = []
+            for d, moves in enumerate(operand.moving):
+                if moves:
+                    index = "ROW_0" if d == blocked and self.rows > 1 else f"I_{d}"
+                    terms.append(f"{index}.to(tl.int64) * S_{tag}_{d}")
+            offset = " + ".join(terms)
+            if operand.unit > 1:
+                offset = f"({offset}) * {operand.unit}"
+            self.put(f"A_{tag} = P_{tag} + {offset}")
+
+    def _names(self, wanted=None) -> list[str]:
+        """Values in the order of the region, restricted to the needed (or to `wanted`)."""
+        wanted = self.needed if wanted is None else wanted
+        order = [x.name for x in self.region.inputs] + [x.name for x in self.region.body]
+        return [n for n in order if n in wanted]
+
+    def _level(self, name: str) -> str:
+        """Where a value is made: once a program, once a tile, or in each column pass."""
+        value = self.traits[name]
+        if value.lane and not self.in_memory:
+            return "column"
+        return "program" if value.program else "tile"
+
+    def _section(self, names) -> None:
+        """Loads and lines for `names` that are not in scope yet."""
+        lines = {line.name: line for line in self.region.body}
+        for name in names:
+            if name in self.values:
+                continue
+            if name in lines:
+                self._line(lines[name])
+            else:
+                self._load(name)
+            self.values[name] = self.traits[name]
+
+    # -- memory --------------------------------------------------------------------------------
+
+    def _address(self, tag: str, operand, rows: bool) -> str:
+        base = f"A_{tag}" if any(operand.moving) else f"P_{tag}"
+        parts = []
+        if rows:
+            step = f"S_{tag}_{self.structure.blocked}.to(tl.int32)"
+            parts.append(f"ROW * ({step} * {operand.unit})" if operand.unit > 1 else f"ROW * {step}")
+        if operand.lane:
+            parts.append("COL")
+        return f"{base} + ({' + '.join(parts)})" if parts else base
+
+    def _mask(self, rows: bool, lane: bool) -> list[str]:
+        return ["ROW_IN"] * rows + ["COL_IN"] * (lane and self.padded)
+
+    def _load(self, name: str) -> None:
+        value, operand = self.traits[name], self.loaded[name]
+        mask = self._mask(value.rows, value.lane)
+        masked = f", mask={' & '.join(mask)}, other=0.0" if mask else ""
+        text = f"tl.load({self._address(name, operand, value.rows)}{masked})"
+        if self.region.dtype_of[name] != self.compute:
+            text += f".to({self.tl_compute})"
+        self.put(f"{value.var} = {text}")
+
+    def _stores(self) -> None:
+        for tag, out, operand in zip(self.tags[len(self.region.inputs):], self.region.outputs,
+                                     self.stored):
+            value = self.values[out.value]
+            rows = operand.moving[self.structure.blocked] and self.rows > 1
+            narrow = out.value in self.narrow
+            text = f"NARROW_{out.value}" if narrow else value.var
+            if (value.rows, value.lane) != (rows, True):
+                text = f"tl.broadcast_to({text}, ({self.rows if rows else 1}, {self.cols}))"
+            if out.dtype != self.compute and not narrow:
+                text = f"{text}.to({_TL[out.dtype]})"
+            mask = self._mask(rows, True)
+            masked = f", mask={' & '.join(mask)}" if mask else ""
+            self.put(f"tl.store({self._address(tag, operand, rows)}, {text}{masked})")
+
+    # -- arithmetic ----------------------------------------------------------------------------
+
+    def _word(self, arg) -> str:
+        if isinstance(arg, str):
+            return self.values[arg].var
+        text = {"inf": "1e999", "-inf": "(-1e999)"}.get(repr(arg), repr(arg))
+        return f"({text})" if text.startswith("-") else text
+
+    def _line(self, line: Line) -> None:
+        value = self.traits[line.name]
+        self.put(f"# {line}")
+        if line.op in NORMS:
+            text = self._norm(line)
+        elif line.op == "cast":
+            text = self._word(line.args[0])
+        else:
+            text = POINTWISE[line.op].triton.format(*map(self._word, line.args))
+        self.put(f"{value.var} = {self._rounded(text, line)}")
+
+    def _rounded(self, text: str, line: Line) -> str:
+        """`text`, rounded to the line's dtype and widened again, where that is not the identity."""
+        if line.dtype == self.compute:
+            return text
+        if line.op == "cast" or line.op in _EXACT:
+            exact = {self.traits[a].exact for a in line.args if isinstance(a, str)}
+            literal = any(isinstance(a, float) for a in line.args)
+            if not literal and all(line.dtype in _WIDER[e] for e in exact):
+                return text
+        if line.name in self.written:
+            if line.name not in self.read:
+                return text  # the store rounds
+            self.narrow.add(line.name)
+            self.put(f"NARROW_{line.name} = ({text}).to({_TL[line.dtype]})")
+            return f"NARROW_{line.name}.to({self.tl_compute})"
+        return f"({text}).to({_TL[line.dtype]}).to({self.tl_compute})"
+
+    def _sum(self, text: str) -> str:
+        return f"tl.sum({text}, axis=1)[:, None]"
+
+    def _inside(self, text: str) -> str:
+        return f"tl.where(COL_IN, {text}, 0.0)" if self.padded else text
+
+    def _rsqrt(self, text: str) -> str:
+        # Once a row, so the correctly rounded forms cost nothing.
+        if self.target.precise and self.compute == "f32":
+            return f"tl.div_rn(1.0, tl.sqrt_rn({text}))"
+        return f"1.0 / tl.sqrt({text})"
+
+    @property
+    def _share(self) -> str:
+        return f"{1.0 / self.lane!r}"
+
+    def _norm(self, line: Line) -> str:
+        """The normalised value as an expression. In memory, its statistics are computed here; in
+        column passes they stand in `MEAN_`, `SHIFT_` and `RSTD_` variables already."""
+        name, x = line.name, self.values[line.args[0]]
+        affine = [self._word(a) if a is not None else None for a in line.args[1:-1]]
+        eps = self._word(line.args[-1])
+        if line.op == "rms_norm":
+            if self.in_memory:
+                kept = x.var if x.zero else self._inside(x.var)
+                self.put(f"SQUARES_{name} = {self._sum(self._square(kept, name))}")
+                self._rms(name, eps)
+            text = f"{x.var} * RSTD_{name}"
+        else:
+            if self.in_memory:
+                kept = x.var if x.zero else self._inside(x.var)
+                self.put(f"MEAN_{name} = {self._sum(kept)} * {self._share}")
+                self.put(f"C_{name} = {self._inside(f'{x.var} - MEAN_{name}')}")
+                self._centred_sums(name)
+                self._variance(name, eps)
+            else:
+                self.put(f"C_{name} = {x.var} - MEAN_{name}")
+            text = f"(C_{name} - SHIFT_{name}) * RSTD_{name}"
+        if affine[0] is not None:
+            text = f"{text} * {affine[0]}"
+        if len(affine) > 1 and affine[1] is not None:
+            text = f"{text} + {affine[1]}"
+        return text
+
+    def _square(self, text: str, name: str) -> str:
+        if text.isidentifier():
+            return f"{text} * {text}"
+        self.put(f"X_{name} = {text}")
+        return f"X_{name} * X_{name}"
+
+    def _rms(self, name: str, eps: str) -> None:
+        self.put(f"RSTD_{name} = {self._rsqrt(f'SQUARES_{name} * {self._share} + {eps}')}")
+
+    def _centred_sums(self, name: str, accumulate: bool = False) -> None:
+        first, second = (f"{s}_{name} + " if accumulate else "" for s in ("SUM", "SQUARES"))
+        self.put(f"SUM_{name} = {first}{self._sum(f'C_{name}')}")
+        self.put(f"SQUARES_{name} = {second}{self._sum(f'C_{name} * C_{name}')}")
+
+    def _variance(self, name: str, eps: str) -> None:
+        # The mean was rounded; what it missed is the mean of the centred values, and is exact.
+        share = self._share
+        self.put(f"SHIFT_{name} = SUM_{name} * {share}")
+        variance = f"SQUARES_{name} * {share} - SHIFT_{name} * SHIFT_{name} + {eps}"
+        self.put(f"RSTD_{name} = {self._rsqrt(variance)}")
+
+    # -- column passes -------------------------------------------------------------------------
+
+    def _generations(self, body) -> list[list[Line]]:
+        """Norms by how many norms they stand on: those of a generation share their passes."""
+        depth: dict[str, int] = {}
+        groups: dict[int, list[Line]] = {}
+        for line in body:
+            below = max((depth.get(a, 0) for a in line.args if isinstance(a, str)), default=0)
+            depth[line.name] = below
+            if line.op in NORMS and line.name in self.needed:
+                groups.setdefault(below, []).append(line)
+                depth[line.name] = below + 1
+        return [groups[k] for k in sorted(groups)]
+
+    def _statistics(self, norms: list[Line]) -> None:
+        centred = [line for line in norms if line.op == "layer_norm"]
+        self._pass(norms, "First pass: sums.", "SUM")
+        for line in norms:
+            if line.op == "layer_norm":
+                self.put(f"MEAN_{line.name} = SUM_{line.name} * {self._share}")
+            else:
+                self._rms(line.name, self._word(line.args[-1]))
+        if centred:
+            self._pass(centred, "Second pass: centred sums.", "CENTRED")
+            for line in centred:
+                self._variance(line.name, self._word(line.args[-1]))
+
+    def _pass(self, norms: list[Line], title: str, kind: str) -> None:
+        """One loop over the columns that accumulates row sums for `norms`."""
+        rows = {x.name: self.rows if self.traits[x.args[0]].rows else 1 for x in norms}
+        self.put("")
+        self.put(f"# {title}")
+        for line in norms:
+            zeros = f"tl.zeros(({rows[line.name]}, 1), dtype={self.tl_compute})"
+            if kind == "CENTRED" or line.op == "layer_norm":
+                self.put(f"SUM_{line.name} = {zeros}")
+            if kind == "CENTRED" or line.op == "rms_norm":
+                self.put(f"SQUARES_{line.name} = {zeros}")
+        outside = dict(self.values)
+        self._columns()
+        self._section(self._names(self._ancestors([x.args[0] for x in norms])))
+        for line in norms:
+            x = self.values[line.args[0]]
+            if kind == "CENTRED":
+                self.put(f"C_{line.name} = {self._inside(f'{x.var} - MEAN_{line.name}')}")
+                self._centred_sums(line.name, accumulate=True)
+                continue
+            kept = x.var if x.zero else self._inside(x.var)
+            if line.op == "layer_norm":
+                self.put(f"SUM_{line.name} = SUM_{line.name} + {self._sum(kept)}")
+            else:
+                total = self._sum(self._square(kept, line.name))
+                self.put(f"SQUARES_{line.name} = SQUARES_{line.name} + {total}")
+        self.values = outside
+        self.indent -= 1
+
+    # -- text ----------------------------------------------------------------------------------
+
+    def put(self, text: str) -> None:
+        self.lines.append("    " * self.indent + text if text else "")
+
+    def _finish(self, params) -> KernelSource:
+        region, tile, target = self.region, self.tile, self.target
+        # Lines of a region are names, numbers and punctuation by its grammar; nothing of a user's
+        # can end the docstring.
+        facts = f"{self.structure}\ntile: {tile}; rules: {target.name}"
+        doc = f"{region.text}\n\n{facts}"
+        if '"""' in doc or "\\" in doc:
+            raise ValueError("a region's text cannot hold quotes or backslashes")
+        body = "\n".join(self.lines)
+        word = region.norms[0].op if region.norms else "pointwise"
+        digest = hashlib.sha256(f"{doc}\n{body}".encode()).hexdigest()[:10]
+        name = f"aln_{word}_{digest}"
+        types = {"i64": ": tl.int64", "i32": ": tl.int32"}
+        words = [f"{n}{types.get(t, '')}" for n, t in params]
+        head, line = [], "       "
+        for word in words:
+            if len(line) + len(word) > 96:
+                head.append(line)
+                line = "       "
+            line += f" {word},"
+        head.append(line)
+        source = (f'"""{doc}\n"""\n\nimport triton\nimport triton.language as tl\n\n\n'
+                  f"def {name}(\n" + "\n".join(head) + f"\n):\n{body}\n")
+        return KernelSource(name, source, params, tile)
+
+
+def _safe(name: str) -> str:
+    """A region's name as a variable: Python's own words and those the source uses get a suffix that
+    no region name can have."""
+    taken = keyword.iskeyword(name) or name in ("tl", "triton", "range", "float", "int")
+    return f"{name}_V" if taken else name

@@ -1,0 +1,228 @@
+"""From a region and actual shapes and strides to the loop nest of its kernel.
+
+The space of a region is outer dims x lane. A `Layout` says how a kernel walks the outer dims: dims of
+size 1 are dropped, dims that lie behind one another in every operand and output are merged, the rest is
+sorted by stride. One dim is *blocked*: the rows of a tile run along it, so that a tile is a
+`[rows, D]` piece of every operand. The others are decoded from the tile's index with scalar arithmetic.
+
+The sizes and strides are run-time arguments of the kernel. What the generated source depends on, and
+what therefore keys a kernel, is the layout's `Structure`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd, prod
+
+from .region import DTYPES, NormRegion, broadcast_sizes, dense_strides
+
+#: Outer dims a kernel can have after merging. More would only cost scalar arithmetic, but no model
+#: that we know needs them.
+MAX_DIMS = 4
+
+#: Bytes of the widest memory access (CUDA); strides that are multiples of it keep accesses aligned.
+VECTOR_BYTES = 16
+
+#: Rows of the largest tile that any target uses: bounds the offsets inside a tile.
+MAX_ROWS = 1024
+
+INT32_MAX = 2**31 - 1
+
+
+class Unsupported(Exception):
+    """No kernel serves this region or layout; the message is the reason shown to the user."""
+
+
+@dataclass(frozen=True)
+class OperandStructure:
+    """What the source of a kernel knows of one operand.
+
+    Attributes:
+        moving: per outer dim, whether the operand's stride is not 0.
+        lane: whether it has a value per lane element (lane stride 1), or one for all (stride 0).
+        unit: power of two, in elements, that divides every stride; strides are passed in units, so
+            that the compiler can prove the alignment of a row.
+    """
+
+    moving: tuple[bool, ...]
+    lane: bool
+    unit: int
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The part of a layout that a kernel's source depends on.
+
+    Attributes:
+        dims: number of outer dims, 1 to MAX_DIMS, outermost first.
+        blocked: which of them the rows of a tile run along.
+        operands: inputs, then outputs, in the region's order.
+        wide: offsets inside a tile may exceed 32 bits, so a tile must have one row.
+    """
+
+    dims: int
+    blocked: int
+    operands: tuple[OperandStructure, ...]
+    wide: bool
+
+    def __str__(self) -> str:
+        def word(operand: OperandStructure) -> str:
+            strides = ["s" if m else "0" for m in operand.moving] + ["1" if operand.lane else "0"]
+            return f"({', '.join(strides)})/{operand.unit}"
+
+        names = " ".join(word(x) for x in self.operands)
+        return f"{self.dims} outer dims, rows along dim {self.blocked}; strides/unit {names}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a kernel walks one call's tensors.
+
+    Attributes:
+        space: sizes of the region's space, before merging (the shape of the outputs).
+        sizes: sizes of the kernel's outer dims, outermost first; never empty.
+        strides: per operand (inputs, then outputs), elements, one per kernel dim.
+        structure: see `Structure`.
+    """
+
+    space: tuple[int, ...]
+    sizes: tuple[int, ...]
+    strides: tuple[tuple[int, ...], ...]
+    structure: Structure
+
+    @property
+    def rows(self) -> int:
+        """Size of the blocked dim."""
+        return self.sizes[self.structure.blocked]
+
+    def tiles(self, rows: int) -> int:
+        """Number of tiles of `rows` rows; Unsupported beyond 32 bits."""
+        others = prod(self.sizes) // max(self.rows, 1)
+        count = others * -(-self.rows // rows)
+        if count > INT32_MAX:
+            raise Unsupported(f"{count} tiles are more than a 32-bit index can count")
+        return count
+
+    def arguments(self, rows: int) -> tuple[int, ...]:
+        """The kernel's integer arguments: strides in units where they are not 0, sizes, tile count."""
+        values = []
+        for operand, strides in zip(self.structure.operands, self.strides):
+            values += [s // operand.unit for s, m in zip(strides, operand.moving) if m]
+        return (*values, *self.sizes, self.tiles(rows))
+
+
+def layout(region: NormRegion, shapes: Sequence[Sequence[int]],
+           strides: Sequence[Sequence[int]], units: bool = True) -> Layout:
+    """The layout of a call of `region` on inputs of `shapes` and `strides` (in elements).
+
+    `units` False passes strides in elements (targets on which alignment decides nothing).
+
+    Raises:
+        ValueError: the shapes do not fit the region; names the operand.
+        Unsupported: no kernel walks these strides.
+    """
+    space = broadcast_sizes(region, shapes)
+    names, rows = [], []
+    for operand, shape, stride in zip(region.inputs, shapes, strides, strict=True):
+        rows.append(_padded(region, operand, shape, stride, space))
+        names.append(operand.name)
+    for out in region.outputs:
+        dense = dense_strides(space, out.order)
+        if dense[-1] != 1 and region.lane > 1:
+            raise Unsupported(f"lane stride of output {out.value} is {dense[-1]}, not 1")
+        rows.append([*(s if n > 1 else 0 for s, n in zip(dense[:-1], space)), 1])
+        names.append(out.value)
+    lanes = [row[-1] for row in rows]
+    dims = [[space[d], [row[d] for row in rows]] for d in range(region.outer) if space[d] != 1]
+    dims = _sorted(_merged(dims), lanes)
+    if not dims:
+        dims = [[1, [0] * len(rows)]]
+    if len(dims) > MAX_DIMS:
+        raise Unsupported(f"{len(dims)} outer dims are left after merging, at most {MAX_DIMS} are served")
+    sizes = tuple(size for size, _ in dims)
+    if max(sizes) > INT32_MAX or region.lane > INT32_MAX:
+        raise Unsupported("a dim of more than 2^31 elements")
+    by_operand = tuple(tuple(column[i] for _, column in dims) for i in range(len(rows)))
+    blocked = _blocked(sizes, by_operand)
+    dtypes = [x.dtype for x in region.inputs] + [x.dtype for x in region.outputs]
+    operands = tuple(
+        OperandStructure(tuple(s != 0 for s in column), bool(lane),
+                         _unit(column, DTYPES[dtype]) if units else 1)
+        for column, lane, dtype in zip(by_operand, lanes, dtypes)
+    )
+    reach = max(column[blocked] for column in by_operand) * MAX_ROWS + region.lane
+    return Layout(space, sizes, by_operand,
+                  Structure(len(sizes), blocked, operands, wide=reach > INT32_MAX))
+
+
+def _padded(region, operand, shape, stride, space) -> list[int]:
+    """Strides of one input over the whole space, 0 where it is broadcast; the lane's comes last."""
+    if len(shape) != len(operand.dims):
+        raise ValueError(f"{operand}: got a tensor of {len(shape)} dims, shape {tuple(shape)}")
+    shift = region.rank - len(operand.dims)
+    row = [0] * region.rank
+    for i, (dim, size) in enumerate(zip(operand.dims, shape)):
+        want = space[shift + i]
+        if size != want and not (size == 1 and dim != region.lane):
+            raise ValueError(f"{operand}: dim {i} is {size}, expected {want} (shape {tuple(shape)})")
+        if size == want and want != 1:
+            row[shift + i] = stride[i]
+    if not operand.dims:
+        return row
+    if region.lane == 1:
+        # A lane of one element has no stride; 1 keeps it a value "per lane element".
+        row[-1] = 1
+    elif row[-1] not in (0, 1):
+        raise Unsupported(f"lane stride of {operand.name} is {row[-1]}, not 1")
+    if any(s < 0 for s in row):
+        raise Unsupported(f"a negative stride of {operand.name}")
+    return row
+
+
+def _merged(dims: list) -> list:
+    """Pairs of dims (i outside j) become one wherever stride_i == stride_j * size_j in all operands."""
+    dims = list(dims)
+    again = True
+    while again:
+        again = False
+        for i, (outer, step_i) in enumerate(dims):
+            for j, (inner, step_j) in enumerate(dims):
+                if i != j and all(a == b * inner for a, b in zip(step_i, step_j)):
+                    dims[j] = [outer * inner, step_j]
+                    del dims[i]
+                    again = True
+                    break
+            if again:
+                break
+    return dims
+
+
+def _sorted(dims: list, lanes: list[int]) -> list:
+    """Outermost first by the strides of the operand that moves along most dims (the normalised
+    value, as a rule): consecutive tiles then read neighbouring memory."""
+    def moves(i: int) -> int:
+        return sum(column[i] != 0 for _, column in dims) + (lanes[i] != 0)
+
+    primary = max(range(len(lanes)), key=moves)
+    return sorted(dims, key=lambda d: (d[1][primary], d[1][-1]), reverse=True)
+
+
+def _blocked(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> int:
+    """The dim that rows run along: long enough to fill tiles; of those, the one along which most
+    operands stay (an adaLN scale is then loaded once a tile); of those, the one whose rows lie closest."""
+    enough = min(max(sizes), 64)
+
+    def cost(d: int) -> tuple:
+        steps = [column[d] for column in strides]
+        return sum(s != 0 for s in steps), max(steps)
+
+    return min((d for d, size in enumerate(sizes) if size >= enough), key=cost)
+
+
+def _unit(strides: Sequence[int], itemsize: int) -> int:
+    """The largest power of two, at most a vector's elements, that divides all strides."""
+    unit = VECTOR_BYTES // itemsize
+    for stride in strides:
+        unit = gcd(unit, stride)
+    return unit

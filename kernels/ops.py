@@ -1,0 +1,135 @@
+"""The fused op: `torch.ops.ascend_ln_fuse.region(text, inputs, scalars) -> outputs`.
+
+One op for all regions; `text` (kernels/region.py) says what it computes. It is functional: outputs
+are new tensors. `python_call` is the same without the dispatcher, for graphs that nobody traces again.
+
+Differentiable: backward runs the reference again on the saved inputs and differentiates that, so no
+intermediate is kept. Differentiating twice is an error that says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .launch import Runner
+from .reference import TORCH_DTYPES, reference
+from .region import NormRegion, broadcast_sizes, dense_strides, parse
+
+
+@lru_cache(maxsize=4096)
+def runner(text: str) -> Runner:
+    """The one Runner of a region text in this process (thread-safe)."""
+    return Runner(parse(text))
+
+
+def python_call(region: NormRegion) -> Callable:
+    """A function of the region's inputs, then its scalars: returns a tensor for one output, else a
+    tuple. Differentiable; to be called from generated graphs."""
+    run, count, single = runner(region.text), len(region.inputs), len(region.outputs) == 1
+
+    def fused(*args):
+        inputs, scalars = args[:count], args[count:]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+            results = _differentiable(run, region, inputs, scalars)
+        else:
+            results = run(inputs, scalars)
+        return results[0] if single else results
+
+    fused.__name__ = fused.__qualname__ = "ascend_ln_fuse_region"
+    fused.__module__ = __name__
+    fused.__doc__ = region.text
+    return fused
+
+
+def _differentiable(run, region, inputs, scalars):
+    if inputs[0].device.type == "cpu" and not run.interprets:
+        return reference(region, inputs, scalars)  # plain torch ops, which autograd knows
+    return _Region.apply(run, region, scalars, *inputs)
+
+
+class _Region(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, run, region, scalars, *inputs):
+        ctx.region, ctx.scalars = region, scalars
+        ctx.save_for_backward(*inputs)
+        return run(inputs, scalars)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        needs = ctx.needs_input_grad[3:]
+        return (None, None, None,
+                *input_gradients(ctx.region, ctx.saved_tensors, ctx.scalars, grads, needs))
+
+
+def input_gradients(region: NormRegion, inputs: Sequence[torch.Tensor], scalars: Sequence[float],
+                    grads: Sequence[torch.Tensor | None],
+                    needs: Sequence[bool]) -> list[torch.Tensor | None]:
+    """Gradients of the region's inputs: the reference, run again and differentiated.
+
+    `grads` are those of the outputs (None for zero); entry i of the result is None where `needs[i]` is
+    False or the input does not reach an output."""
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_(need) for x, need in zip(inputs, needs)]
+        outputs = reference(region, leaves, scalars)
+        pairs = [(out, grad) for out, grad in zip(outputs, grads) if grad is not None]
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        found = iter(torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs],
+                                         allow_unused=True))
+    return [next(found) if need else None for need in needs]
+
+
+# The dispatcher's form, for graphs that another compiler traces.
+
+_LIBRARY = torch.library.Library("ascend_ln_fuse", "DEF")
+_LIBRARY.define("region(str text, Tensor[] inputs, float[] scalars) -> Tensor[]")
+_LIBRARY.define("region_backward(str text, Tensor[] inputs, float[] scalars, Tensor[] grads, "
+                "bool[] needs) -> Tensor[]")
+
+
+def _region(text, inputs, scalars):
+    return list(runner(text)(inputs, scalars))
+
+
+def _region_fake(text, inputs, scalars):
+    region = parse(text)
+    sizes = broadcast_sizes(region, [x.shape for x in inputs])
+    return [inputs[0].new_empty_strided(sizes, dense_strides(sizes, out.order),
+                                        dtype=TORCH_DTYPES[out.dtype]) for out in region.outputs]
+
+
+def _region_backward(text, inputs, scalars, grads, needs):
+    found = input_gradients(parse(text), inputs, scalars, grads, needs)
+    # An op yields tensors only: an unneeded gradient is an empty one.
+    return [x.new_empty(0) if grad is None and not need else
+            torch.zeros_like(x, memory_format=torch.contiguous_format) if grad is None else
+            grad.contiguous() for x, grad, need in zip(inputs, found, needs)]
+
+
+def _region_backward_fake(text, inputs, scalars, grads, needs):
+    return [x.new_empty(x.shape) if need else x.new_empty(0) for x, need in zip(inputs, needs)]
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.text, tensors, ctx.scalars = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx, grads):
+    inputs = ctx.saved_tensors
+    needs = list(ctx.needs_input_grad[1])
+    given = [torch.zeros((), device=inputs[0].device) if g is None else g for g in grads]
+    found = torch.ops.ascend_ln_fuse.region_backward(ctx.text, inputs, ctx.scalars, given, needs)
+    return None, [grad if need else None for grad, need in zip(found, needs)], None
+
+
+_LIBRARY.impl("region", _region, "CompositeExplicitAutograd")
+_LIBRARY.impl("region_backward", _region_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("ascend_ln_fuse::region", _region_fake, lib=_LIBRARY)
+torch.library.register_fake("ascend_ln_fuse::region_backward", _region_backward_fake, lib=_LIBRARY)
+torch.library.register_autograd("ascend_ln_fuse::region", _backward,
+                                setup_context=_setup_context, lib=_LIBRARY)

@@ -1,0 +1,281 @@
+"""Growth: from a norm to the nodes round it that one kernel can take along.
+
+Upwards through casts, copies and pointwise ops that nobody else reads (or whose value the kernel can store
+too: the sum of add -> norm), with the views between them moved onto the operands; downwards through
+casts and pointwise ops that read nothing but the result. What stops growth is left as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from ..effects import value_of
+from ..graph import Lens, same, same_shape
+from ..kernels.reference import DTYPE_WORDS
+from ..kinds import REGROUPING_VIEWS, STRIDE_FREE_VIEWS
+from ..site import Norm, pointwise_args, pointwise_word
+
+#: full-size operands that one kernel may read: more would not fit on chip together
+MAX_OPERANDS = 8
+
+#: words of nodes that yield the values of their first argument
+COPIES = frozenset({"to", "copy"}) | REGROUPING_VIEWS
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far a growth goes.
+
+    Attributes:
+        pointwise_up: through adds, gates, activations above the norm.
+        store_up: values above that have other readers are stored by the kernel as well.
+        pointwise_down: through modulate, activations below the norm.
+        copies: through casts, copies and reshapes above.
+    """
+
+    name: str
+    pointwise_up: bool
+    store_up: bool
+    pointwise_down: bool
+    copies: bool
+
+
+#: From the largest to the bare norm; selection takes the first that works.
+REACHES = (
+    Reach("full", True, True, True, True),
+    Reach("no second output", True, False, True, True),
+    Reach("no pointwise above", False, False, True, True),
+    Reach("casts alone", False, False, False, True),
+    Reach("bare", False, False, False, False),
+)
+
+
+@dataclass(frozen=True)
+class Grown:
+    """The result of growth: see `site.assemble`."""
+
+    interior: frozenset[Node]
+    outputs: tuple[Node, ...]
+    regroup: Node | None
+
+
+class Grower:
+    """Grows one norm, or several of one space, as far as `reach` says."""
+
+    def __init__(self, lens: Lens, norms: tuple[Norm, ...], reach: Reach):
+        self.lens, self.norms, self.reach = lens, norms, reach
+        self.interior: set[Node] = set().union(*(norm.interior for norm in norms))
+        self.stored: list[Node] = []
+        self.regroup: Node | None = None
+        first = norms[0]
+        self.segment = lens.segment[first.out]
+        self.space = lens.tensor(first.value).shape
+        self.device = lens.tensor(first.value).device
+        self.flat = len(first.shape) > 1
+
+    def run(self) -> Grown:
+        for norm in self.norms:
+            self._up(norm.value, on_value=True)
+            for vector in (norm.weight, norm.bias):
+                if vector is not None:
+                    self._up(vector)
+        outputs = list(dict.fromkeys(norm.out for norm in self.norms))
+        outputs = [leaf for out in outputs for leaf in self._down(out)]
+        return Grown(frozenset(self.interior), (*outputs, *self.stored), self.regroup)
+
+    # Upwards
+
+    def _up(self, node: Node, on_value: bool = False) -> None:
+        """Take in what yields `node`, an operand so far, where that is possible."""
+        chain = self._views_above(node)
+        source = chain[-1].args[0] if chain else node
+        if not isinstance(source, Node) or source in self.interior or source in self.lens.transformed:
+            return
+        if self._try_regroup(node, chain, on_value):
+            return
+        if any(self.lens.kind(view) not in STRIDE_FREE_VIEWS and not self.lens.is_identity(view)
+               for view in chain):
+            return
+        if not self._absorbable(source, chain):
+            return
+        self.interior.update(chain)
+        self._take(source, on_value and not chain)
+
+    def _take(self, source: Node, on_value: bool) -> None:
+        if any(user not in self.interior for user in source.users):
+            self.stored.append(source)
+        self.interior.add(source)
+        unary = self.lens.kind(source) in COPIES
+        for arg in self._tensor_args(source):
+            self._up(arg, on_value and unary)
+
+    def _tensor_args(self, node: Node) -> list[Node]:
+        """The tensors whose values `node` computes with (not the other of `type_as`)."""
+        copies = self.lens.kind(node) in COPIES
+        args = node.args[:1] if copies else pointwise_args(self.lens, node)
+        return [arg for arg in args if self.lens.tensor(arg) is not None]
+
+    def _try_regroup(self, node: Node, chain: list[Node], on_value: bool) -> bool:
+        """A reshape that keeps the lane moves below the norm, onto the contiguous result."""
+        lens = self.lens
+        if not on_value or self.regroup is not None or self.flat or not self.reach.copies:
+            return False
+        if len(chain) > 1 or lens.kind(node) not in REGROUPING_VIEWS or \
+                lens.kind(node) in ("view_as", "reshape_as"):
+            return False
+        source = node.args[0] if node.args else None
+        shape = lens.tensor(source)
+        if shape is None or not self._mine(node) or not shape.dim():
+            return False
+        if any(user not in self.interior for user in node.users):
+            return False
+        if not same(shape.shape[-1], self.space[-1]) or \
+                not same_shape(self.space, lens.tensor(node).shape):
+            return False
+        if lens.is_view(node) and not self._worth_moving(source):
+            return False
+        if self.stored or not same(shape.stride(-1), 1):
+            return False
+        self.regroup = node
+        self.interior.add(node)
+        self._up(source, on_value=True)
+        return True
+
+    def _worth_moving(self, source: Node) -> bool:
+        """Whether a copy or cast above a view would be saved by moving the view."""
+        return self.lens.kind(source) in ("to", "copy") and not self.lens.is_view(source)
+
+    def _views_above(self, node: Node) -> list[Node]:
+        """The views from `node` upwards that only this site reads."""
+        chain: list[Node] = []
+        while self.lens.is_view(node) and self._mine(node) and \
+                all(user in self.interior or user in chain[-1:] for user in node.users):
+            chain.append(node)
+            node = node.args[0]
+        return chain
+
+    def _mine(self, node: Node) -> bool:
+        """Whether `node` may be touched at all: same segment, memory never written."""
+        return self.lens.segment[node] == self.segment and not self.lens.is_mutated(node)
+
+    def _absorbable(self, node: Node, chain: list[Node]) -> bool:
+        lens = self.lens
+        fake = lens.tensor(node)
+        if node.op not in ("call_function", "call_method") or fake is None or \
+                lens.is_view(node) or not self._mine(node):
+            return False
+        if fake.dtype not in DTYPE_WORDS or fake.device != self.device:
+            return False
+        word = lens.kind(node)
+        if word in COPIES:
+            if not self._plain_copy(node, word):
+                return False
+        elif not self.reach.pointwise_up or not self._pointwise(node, same_only=bool(chain)):
+            return False
+        readers = [user for user in node.users
+                   if user not in self.interior and user not in chain]
+        if not readers:
+            return True
+        # The kernel may store the value too, when it has the space's full shape.
+        return self.reach.store_up and not chain and not self.flat and self.regroup is None and \
+            word not in COPIES and len(self.stored) < 2 and \
+            same_shape(fake.shape, self.space)
+
+    def _plain_copy(self, node: Node, word: str) -> bool:
+        """A cast or copy of one float tensor that keeps the shape, and whose source has the lane
+        innermost."""
+        if not self.reach.copies:
+            return False
+        source = self.lens.tensor(node.args[0]) if node.args else None
+        fake = self.lens.tensor(node)
+        if source is None or source.dtype not in DTYPE_WORDS or source.device != fake.device:
+            return False
+        if not same_shape(source.shape, fake.shape) or not source.dim():
+            return False
+        kept = same(source.stride(-1), 1) or same(source.shape[-1], 1)
+        return kept or (word == "to" and not same(fake.stride(-1), 1))
+
+    def _pointwise(self, node: Node, same_only: bool) -> bool:
+        lens = self.lens
+        if pointwise_word(lens, node) is None:
+            return False
+        full = 0
+        for arg in pointwise_args(lens, node):
+            if not isinstance(arg, Node):
+                if isinstance(arg, bool) or not isinstance(arg, (int, float)):
+                    return False
+                continue
+            value = value_of(arg)
+            fake = lens.tensor(arg)
+            if fake is None:
+                if isinstance(value, (tuple, list)) or value is None:
+                    return False
+                continue
+            if fake.dtype not in DTYPE_WORDS or fake.device != self.device:
+                return False
+            if (same_only or self.flat) and not same_shape(fake.shape, lens.tensor(node).shape):
+                return False
+            if not self._broadcasts(fake):
+                return False
+            full += same_shape(fake.shape, self.space)
+        return full + self._full_operands() <= MAX_OPERANDS
+
+    def _broadcasts(self, fake) -> bool:
+        shape = self._inner_shape()
+        if fake.dim() > len(shape):
+            return False
+        tail = shape[len(shape) - fake.dim():]
+        fits = all(same(size, space) or same(size, 1) for size, space in zip(fake.shape, tail))
+        lane_ok = fake.dim() == 0 or same(fake.shape[-1], 1) or same(fake.stride(-1), 1) or \
+            same(fake.stride(-1), 0)
+        return fits and lane_ok
+
+    def _inner_shape(self):
+        return self.space if self.regroup is None else self.lens.tensor(self.regroup.args[0]).shape
+
+    def _full_operands(self) -> int:
+        operands = {arg for node in self.interior for arg in node.all_input_nodes
+                    if arg not in self.interior}
+        fakes = map(self.lens.tensor, operands)
+        return sum(1 for fake in fakes if fake is not None and same_shape(fake.shape, self.space))
+
+    # Downwards
+
+    def _down(self, node: Node) -> list[Node]:
+        """Absorb the readers of `node` where all of them can be; the nodes to write in its place."""
+        readers = list(node.users)
+        if not readers or not all(self._absorbs_reader(reader, node) for reader in readers):
+            return [node]
+        if len(readers) + len(self.stored) > 3:
+            return [node]
+        self.interior.update(readers)
+        for reader in readers:
+            for arg in self._tensor_args(reader):
+                if arg not in self.interior:
+                    self._up(arg)
+        return [leaf for reader in readers for leaf in self._down(reader)]
+
+    def _absorbs_reader(self, reader: Node, node: Node) -> bool:
+        lens = self.lens
+        fake = lens.tensor(reader)
+        if fake is None or lens.is_view(reader) or not self._mine(reader) or \
+                lens.is_mutated(node) or reader in lens.transformed:
+            return False
+        if fake.dtype not in DTYPE_WORDS or not same_shape(fake.shape, lens.tensor(node).shape):
+            return False
+        if lens.kind(reader) == "to":
+            source = lens.tensor(node)
+            return reader.args[0] is node and source.device == fake.device
+        if not self.reach.pointwise_down or not self._pointwise(reader, same_only=False):
+            return False
+        # In a regrouped space operands are laid out otherwise than the result: lanes only.
+        return self.regroup is None or all(
+            arg is node or not isinstance(arg, Node) or lens.tensor(arg) is None
+            or lens.tensor(arg).dim() <= 1 for arg in pointwise_args(lens, reader))
+
+
+def grow(lens: Lens, norms: tuple[Norm, ...], reach: Reach) -> Grown:
+    """The nodes that one kernel can take along with `norms`, and what it must write."""
+    return Grower(lens, norms, reach).run()

@@ -1,0 +1,73 @@
+"""`F.layer_norm`, `F.rms_norm` and their ATen forms: norms that a library call spells out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Node
+
+from ..graph import Lens, same_shape
+from ..site import Decline, Norm
+
+#: parameter names by position, for calls by keyword
+_PARAMETERS = {
+    "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
+    "rms_norm": ("input", "normalized_shape", "weight", "eps"),
+}
+
+
+def match(lens: Lens, node: Node) -> Iterator[Norm]:
+    """The norm that `node` calls, if it calls one.
+
+    Raises:
+        Decline: for a norm that has no region.
+    """
+    word = lens.kind(node)
+    if word in _PARAMETERS:
+        yield _norm(lens, node, word)
+
+
+def _norm(lens: Lens, node: Node, word: str) -> Norm:
+    names = _PARAMETERS[word]
+    bound = dict(zip(names, node.args)) | dict(node.kwargs)
+    value, weight, bias = bound["input"], bound.get("weight"), bound.get("bias")
+    shape = tuple(bound["normalized_shape"])
+    if not all(isinstance(size, int) for size in shape):
+        raise Decline("the normalised size is symbolic", node)
+    fake, out, interior = lens.tensor(value), node, {node}
+    if fake is None:
+        raise Decline("the input is no plain tensor", node)
+    if lens.tensor(node) is None:
+        # native_layer_norm and _fused_rms_norm yield (out, statistics...).
+        parts = {user.args[1]: user for user in node.users}
+        if set(parts) != {0}:
+            raise Decline("the statistics are read too", node)
+        out = parts[0]
+        interior.add(out)
+    result = lens.tensor(out)
+    if not same_shape(fake.shape[-len(shape):], shape):
+        raise Decline(f"the normalised shape {shape} is not the input's", node)
+    vectors = [lens.tensor(v) for v in (weight, bias) if v is not None]
+    for vector in vectors:
+        if vector is None or not same_shape(vector.shape, shape):
+            raise Decline("weight or bias is not of the normalised shape", node)
+    if fake.dtype == result.dtype:
+        _check_mixed(fake, vectors, word, node)
+    eps = bound.get("eps", 1e-5 if word == "layer_norm" else None)
+    if eps is None:
+        # F.rms_norm(eps=None): that of the type it computes in.
+        wide = torch.float64 if fake.dtype == torch.float64 else torch.float32
+        eps = torch.finfo(wide).eps
+    return Norm(word, value, weight, bias, eps, shape, out, frozenset(interior), result.dtype, word)
+
+
+def _check_mixed(fake, vectors, word: str, node: Node) -> None:
+    """Weights of another dtype: what eager does with them differs by device, so only the mixes that
+    eager computes in one way everywhere it accepts them are taken."""
+    if all(vector.dtype == fake.dtype for vector in vectors):
+        return
+    low = fake.dtype in (torch.bfloat16, torch.float16)
+    wide = all(vector.dtype == torch.float32 for vector in vectors)
+    if word != "layer_norm" or not (low and wide) or fake.device.type not in ("cpu", "npu"):
+        raise Decline("weight and input have different dtypes, which eager may refuse", node)
