@@ -271,7 +271,7 @@ def _table(rows: list[_Row]) -> Any:
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=0, header_style="dim")
     table.border_style = "dim"
     table.add_column("")
-    table.add_column("site, pattern and what it replaces", overflow="fold")
+    table.add_column("site, pattern and what it replaces", overflow="fold", max_width=90)
     table.add_column("bytes a site", justify="right", no_wrap=True)
     for where, sites in rows:
         site = sites[0]
@@ -310,7 +310,8 @@ def _footnotes(report: FusionReport) -> list[str]:
     pairs = [pair for pair in pairs if None not in pair]
     if len(pairs) > 1:
         before, after = (sum(column) for column in zip(*pairs, strict=True))
-        lines.append(f"all fused sites: {_traffic(before, after)}, {_ratio(before, after)}")
+        total = filter(None, (_traffic(before, after), _ratio(before, after)))
+        lines.append(f"all fused sites: {', '.join(total)}")
     if any(site.hidden_kernels for site in report.sites):
         lines.append("* launched unseen on Ascend: predicted from CANN's sources, not measured")
     if any(site.symbolic for site in report.sites):

@@ -11,7 +11,6 @@ import operator
 import torch
 from torch.fx import Graph, Node
 
-from .effects import value_of
 from .graph import Lens, same_shape
 from .kernels.ops import python_call
 from .kernels.reference import TORCH_DTYPES
@@ -29,17 +28,21 @@ def check_contract(lens: Lens, site: Site) -> None:
     the value it replaces, for all sizes that the graph may meet."""
     region = site.region
     sizes = broadcast_sizes(region, [fake.shape for fake in site.fakes])
+    devices = {fake.device for fake in site.fakes}
     for out, node in zip(region.outputs, site.outputs):
         value = lens.tensor(node)
         fake = replay(_empty(value, sizes, dense_strides(sizes, out.order)), site.finish)
-        ours = (tuple(fake.shape), fake.stride(), TORCH_DTYPES[out.dtype])
-        wanted = (tuple(value.shape), value.stride(), value.dtype)
-        if not (same_shape(ours[0], wanted[0]) and same_shape(ours[1], wanted[1])
-                and ours[2] == wanted[2]):
-            raise ContractError(f"{node.name}: the fused op yields {ours}, the graph {wanted}")
-        devices = {fake.device for fake in site.fakes}
-        if devices != {value.device}:
-            raise ContractError(f"{node.name}: operands on {devices}, result on {value.device}")
+        order = range(value.dim()) if site.finish else out.order
+        # Sizes that are proven equal may be written differently, and strides with them: the wanted
+        # strides are compared with those that the wanted sizes give.
+        if not same_shape(fake.shape, value.shape) or \
+                not same_shape(dense_strides(tuple(value.shape), order), value.stride()) or \
+                (site.finish and not same_shape(fake.stride(), dense_strides(fake.shape, order))):
+            raise ContractError(f"{node.name}: the fused op yields {tuple(fake.shape)} in order "
+                                f"{out.order}, the graph {tuple(value.shape)}, {value.stride()}")
+        if TORCH_DTYPES[out.dtype] != value.dtype or devices != {value.device}:
+            raise ContractError(f"{node.name}: the fused op yields {out.dtype} on {devices}, "
+                                f"the graph {value.dtype} on {value.device}")
 
 
 def _empty(like: torch.Tensor, sizes, strides) -> torch.Tensor:

@@ -269,7 +269,7 @@ class Assembler:
         k = self.flat
         if fake.dim() < k or not same_shape(fake.shape[-k:], self.normal_shape):
             raise Decline("an operand does not have the normalised dims", node)
-        strides = dense_strides(self.normal_shape, range(k))
+        strides = dense_strides(tuple(fake.shape[-k:]), range(k))
         if not all(same(a, b) or same(n, 1)
                    for a, b, n in zip(fake.stride()[-k:], strides, self.normal_shape)):
             raise Decline("the normalised dims are not one run of memory", node)

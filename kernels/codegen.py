@@ -403,6 +403,11 @@ class _Generator:
             return f"tl.div_rn(1.0, tl.sqrt_rn({text}))"
         return f"1.0 / tl.sqrt({text})"
 
+    def _corrects(self, line: Line) -> bool:
+        """Whether a layer_norm corrects its rounded mean. At mean/std 1000 that is worth a factor of
+        100 in fp32; a half-precision result rounds it away, and Ascend's vector cores pay for it."""
+        return line.dtype == self.compute
+
     @property
     def _share(self) -> str:
         return f"{1.0 / self.lane!r}"
@@ -417,18 +422,24 @@ class _Generator:
             if self.in_memory:
                 kept = x.var if x.zero else self._inside(x.var)
                 self.put(f"SQUARES_{name} = {self._sum(self._square(kept, name))}")
-                self._rms(name, eps)
+                self._rstd(name, f"SQUARES_{name} * {self._share} + {eps}")
             text = f"{x.var} * RSTD_{name}"
         else:
             if self.in_memory:
                 kept = x.var if x.zero else self._inside(x.var)
                 self.put(f"MEAN_{name} = {self._sum(kept)} * {self._share}")
                 self.put(f"C_{name} = {self._inside(f'{x.var} - MEAN_{name}')}")
-                self._centred_sums(name)
-                self._variance(name, eps)
+                if self._corrects(line):
+                    # The mean was rounded: what it missed is the mean of the centred values.
+                    self.put(f"SHIFT_{name} = {self._sum(f'C_{name}')} * {self._share}")
+                    self.put(f"C_{name} = {self._inside(f'C_{name} - SHIFT_{name}')}")
+                self.put(f"SQUARES_{name} = {self._sum(f'C_{name} * C_{name}')}")
+                self._rstd(name, f"SQUARES_{name} * {self._share} + {eps}")
             else:
                 self.put(f"C_{name} = {x.var} - MEAN_{name}")
-            text = f"(C_{name} - SHIFT_{name}) * RSTD_{name}"
+                if self._corrects(line):
+                    self.put(f"C_{name} = C_{name} - SHIFT_{name}")
+            text = f"C_{name} * RSTD_{name}"
         if affine[0] is not None:
             text = f"{text} * {affine[0]}"
         if len(affine) > 1 and affine[1] is not None:
@@ -441,19 +452,7 @@ class _Generator:
         self.put(f"X_{name} = {text}")
         return f"X_{name} * X_{name}"
 
-    def _rms(self, name: str, eps: str) -> None:
-        self.put(f"RSTD_{name} = {self._rsqrt(f'SQUARES_{name} * {self._share} + {eps}')}")
-
-    def _centred_sums(self, name: str, accumulate: bool = False) -> None:
-        first, second = (f"{s}_{name} + " if accumulate else "" for s in ("SUM", "SQUARES"))
-        self.put(f"SUM_{name} = {first}{self._sum(f'C_{name}')}")
-        self.put(f"SQUARES_{name} = {second}{self._sum(f'C_{name} * C_{name}')}")
-
-    def _variance(self, name: str, eps: str) -> None:
-        # The mean was rounded; what it missed is the mean of the centred values, and is exact.
-        share = self._share
-        self.put(f"SHIFT_{name} = SUM_{name} * {share}")
-        variance = f"SQUARES_{name} * {share} - SHIFT_{name} * SHIFT_{name} + {eps}"
+    def _rstd(self, name: str, variance: str) -> None:
         self.put(f"RSTD_{name} = {self._rsqrt(variance)}")
 
     # -- column passes -------------------------------------------------------------------------
@@ -477,40 +476,53 @@ class _Generator:
             if line.op == "layer_norm":
                 self.put(f"MEAN_{line.name} = SUM_{line.name} * {self._share}")
             else:
-                self._rms(line.name, self._word(line.args[-1]))
-        if centred:
-            self._pass(centred, "Second pass: centred sums.", "CENTRED")
-            for line in centred:
-                self._variance(line.name, self._word(line.args[-1]))
+                eps = self._word(line.args[-1])
+                self._rstd(line.name, f"SQUARES_{line.name} * {self._share} + {eps}")
+        if not centred:
+            return
+        self._pass(centred, "Second pass: centred sums.", "CENTRED")
+        for line in centred:
+            name, share = line.name, self._share
+            variance = f"SQUARES_{name} * {share}"
+            if self._corrects(line):
+                # See _norm. Taking the square of the correction off can leave a rounding error
+                # below 0 where all values are equal.
+                self.put(f"SHIFT_{name} = SUM_{name} * {share}")
+                self.put(f"VAR_{name} = {variance} - SHIFT_{name} * SHIFT_{name}")
+                variance = f"tl.maximum(VAR_{name}, 0.0, propagate_nan=tl.PropagateNan.ALL)"
+            self._rstd(name, f"{variance} + {self._word(line.args[-1])}")
 
     def _pass(self, norms: list[Line], title: str, kind: str) -> None:
         """One loop over the columns that accumulates row sums for `norms`."""
-        rows = {x.name: self.rows if self.traits[x.args[0]].rows else 1 for x in norms}
         self.put("")
         self.put(f"# {title}")
+        totals = {line.name: self._totals(line, kind) for line in norms}
         for line in norms:
-            zeros = f"tl.zeros(({rows[line.name]}, 1), dtype={self.tl_compute})"
-            if kind == "CENTRED" or line.op == "layer_norm":
-                self.put(f"SUM_{line.name} = {zeros}")
-            if kind == "CENTRED" or line.op == "rms_norm":
-                self.put(f"SQUARES_{line.name} = {zeros}")
+            rows = self.rows if self.traits[line.args[0]].rows else 1
+            for total in totals[line.name]:
+                self.put(f"{total}_{line.name} = tl.full(({rows}, 1), 0.0, {self.tl_compute})")
         outside = dict(self.values)
         self._columns()
         self._section(self._names(self._ancestors([x.args[0] for x in norms])))
         for line in norms:
-            x = self.values[line.args[0]]
+            x, name = self.values[line.args[0]], line.name
+            term = x.var if x.zero else self._inside(x.var)
             if kind == "CENTRED":
-                self.put(f"C_{line.name} = {self._inside(f'{x.var} - MEAN_{line.name}')}")
-                self._centred_sums(line.name, accumulate=True)
-                continue
-            kept = x.var if x.zero else self._inside(x.var)
-            if line.op == "layer_norm":
-                self.put(f"SUM_{line.name} = SUM_{line.name} + {self._sum(kept)}")
-            else:
-                total = self._sum(self._square(kept, line.name))
-                self.put(f"SQUARES_{line.name} = SQUARES_{line.name} + {total}")
+                term = self._inside(f"{x.var} - MEAN_{name}")
+            if not term.isidentifier():
+                self.put(f"C_{name} = {term}")
+                term = f"C_{name}"
+            for total in totals[name]:
+                text = term if total == "SUM" else f"{term} * {term}"
+                self.put(f"{total}_{name} = {total}_{name} + {self._sum(text)}")
         self.values = outside
         self.indent -= 1
+
+    def _totals(self, line: Line, kind: str) -> tuple[str, ...]:
+        """The sums that a pass takes for a norm."""
+        if kind == "CENTRED":
+            return ("SUM", "SQUARES") if self._corrects(line) else ("SQUARES",)
+        return ("SUM",) if line.op == "layer_norm" else ("SQUARES",)
 
     # -- text ----------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch.autograd.function import once_differentiable
 
-from .launch import Runner
+from .launch import Runner, runs_reference
 from .reference import TORCH_DTYPES, reference
 from .region import NormRegion, broadcast_sizes, dense_strides, parse
 
@@ -46,7 +46,7 @@ def python_call(region: NormRegion) -> Callable:
 
 
 def _differentiable(run, region, inputs, scalars):
-    if inputs[0].device.type == "cpu" and not run.interprets:
+    if runs_reference(inputs[0].device):
         return reference(region, inputs, scalars)  # plain torch ops, which autograd knows
     return _Region.apply(run, region, scalars, *inputs)
 

@@ -14,7 +14,9 @@ tiles live in registers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from math import prod
 
 from .codegen import Tile
 from .layout import MAX_ROWS, Structure, Unsupported
@@ -24,32 +26,68 @@ from .targets import Target
 #: Elements of a lane block are multiples of this on Ascend: 32 bytes of the narrowest dtype.
 LANE_MULTIPLE = 16
 
-#: CUDA: bytes that one program moves, and the most columns of a tile in registers.
+#: CUDA: bytes that one program and one warp load, and the most columns of a tile in registers.
 CUDA_TILE_BYTES = 8192
+CUDA_WARP_BYTES = 2048
 CUDA_MAX_COLS = 16384
 CUDA_MAX_WARPS = 16
 
-
-def choose(region: NormRegion, structure: Structure, rows: int, target: Target) -> Tile:
-    """The tile for `rows` rows along the blocked dim; Unsupported if no tile fits the target."""
-    return ladder(region, structure, rows, target)[0]
+#: CUDA: programs per multiprocessor under which tiles are cut smaller.
+BUSY = 4
 
 
-@lru_cache(maxsize=4096)
-def ladder(region: NormRegion, structure: Structure, rows: int, target: Target) -> tuple[Tile, ...]:
-    """Tiles, best first. `rows` is the size of the blocked dim: no tile is larger than it needs.
+def choose(region: NormRegion, structure: Structure, sizes: Sequence[int], target: Target) -> Tile:
+    """The tile for outer dims of `sizes`; Unsupported if no tile fits the target."""
+    return ladder(region, structure, sizes, target)[0]
+
+
+def ladder(region: NormRegion, structure: Structure, sizes: Sequence[int],
+           target: Target) -> tuple[Tile, ...]:
+    """Tiles, best first, for outer dims of `sizes` (see `layout.Layout.sizes`).
+
+    Sizes only choose between powers of two of the largest tile, so that few kernels serve all sizes:
+    a tile is no longer than the blocked dim needs, and small enough that every core gets some.
 
     Raises:
         Unsupported: none fits.
     """
-    if structure.wide:
-        rows = 1
-    if target.power_of_two:
-        return _cuda(region, structure, rows)
-    tiles = _npu(region, structure, rows, target)
+    rows = sizes[structure.blocked]
+    others = prod(sizes) // max(rows, 1)
+    tiles = _largest(region, structure, target)
     if not tiles:
         raise Unsupported(f"no tile of {region.lane} columns fits {target.budget} bytes of {target.name}")
-    return tiles
+    busy = BUSY * target.cores if target.backend == "cuda" else target.cores
+    result = []
+    for tile in tiles:
+        height = tile.rows
+        if tile.cols < region.lane:
+            # A lower column tile is wider, and follows in the list.
+            if height == 1 or _fills(height, rows, others, busy):
+                result.append(tile)
+            continue
+        while height > 1 and not _fills(height, rows, others, busy):
+            height //= 2
+        result.append(_with_rows(tile, height))
+    return tuple(dict.fromkeys(result))
+
+
+def _fills(height: int, rows: int, others: int, busy: int) -> bool:
+    """Tiles of `height` rows waste at most a fifth of their rows and leave no core without work."""
+    blocks = -(-rows // height)
+    return blocks * height <= 1.25 * rows and blocks * others >= busy
+
+
+def _with_rows(tile: Tile, height: int) -> Tile:
+    """`tile` with fewer rows, and as many fewer warps."""
+    if height == tile.rows:
+        return tile
+    return Tile(height, tile.cols, max(1, tile.num_warps * height // tile.rows))
+
+
+@lru_cache(maxsize=1024)
+def _largest(region: NormRegion, structure: Structure, target: Target) -> tuple[Tile, ...]:
+    """The largest tiles that fit, best first: whole rows, then column passes."""
+    return (_cuda if target.power_of_two else _npu)(region, structure, target)
 
 
 def _power(n: int) -> int:
@@ -60,55 +98,35 @@ def _power(n: int) -> int:
 # -- CUDA --------------------------------------------------------------------------------------------
 
 
-def _cuda(region: NormRegion, structure: Structure, rows: int) -> tuple[Tile, ...]:
+def _cuda(region: NormRegion, structure: Structure, target: Target) -> tuple[Tile, ...]:
     width = max(DTYPES[x.dtype] for x in (*region.inputs, *region.outputs))
     cols = _power(region.lane)
     if cols > CUDA_MAX_COLS // (2 if region.compute == "f64" else 1):
-        cols = 4096
-        return (Tile(1, cols, 8), Tile(1, cols // 4, 4))
-    fit = max(1, CUDA_TILE_BYTES // (cols * width))
-    block = min(fit, _power(rows), MAX_ROWS)
-    # A short blocked dim (attention heads, say) should not leave most of a tile idle.
-    while block > 1 and -(-rows // block) * block > 1.25 * rows:
-        block //= 2
-    warps = min(CUDA_MAX_WARPS, max(1, block * cols * width // 2048))
-    tiles = [Tile(block, cols, warps)]
-    if block > 1:
-        tiles.append(Tile(1, cols, max(1, min(CUDA_MAX_WARPS, cols * width // 2048))))
-    return tuple(tiles)
+        return (Tile(1, 4096, 8), Tile(1, 1024, 4))
+    rows = 1 if structure.wide else min(MAX_ROWS, max(1, CUDA_TILE_BYTES // (cols * width)))
+    return (Tile(rows, cols, max(1, min(CUDA_MAX_WARPS, rows * cols * width // CUDA_WARP_BYTES))),)
 
 
 # -- Ascend ------------------------------------------------------------------------------------------
 
 
-def _npu(region: NormRegion, structure: Structure, rows: int, target: Target) -> tuple[Tile, ...]:
-    tiles = []
+def _npu(region: NormRegion, structure: Structure, target: Target) -> tuple[Tile, ...]:
     moving, fixed = element_bytes(region, structure, target.double_buffer)
     lane = max(region.lane, LANE_MULTIPLE)
-    fit = (target.budget - fixed * lane) // (moving * lane)
-    if fit >= 1:
-        most = balanced(rows, min(fit, MAX_ROWS))
-        while most >= 1:
-            tiles.append(Tile(most, region.lane))
-            if most == 1:
-                break
-            most = balanced(rows, most // 2)
-    else:
-        fit = 0
-    # Column passes: rows enough to keep the loop long, columns as wide as the budget allows.
-    for height in (8, 4, 2, 1):
-        wide = target.budget // ((moving + fixed) * height) // 128 * 128
-        if wide >= 512 and height <= rows and not structure.wide or (height == 1 and wide >= 128):
+    fit = max(0, min(MAX_ROWS, (target.budget - fixed * lane) // (moving * lane)))
+    if structure.wide:
+        fit = min(fit, 1)
+    if fit > 16:
+        fit -= fit % 8
+    tiles = [Tile(fit >> i, region.lane) for i in range(fit.bit_length())]
+    # Column passes: as many rows as leave columns wide enough for long vector instructions.
+    for rows in (8, 4, 2, 1):
+        wide = target.budget // ((moving + fixed) * rows) // 128 * 128
+        if (wide >= 512 and not structure.wide) or (rows == 1 and wide >= 128):
             cols = _columns(region.lane, min(wide, 8192))
             if cols < region.lane:
-                tiles.append(Tile(height, cols))
+                tiles.append(Tile(rows, cols))
     return tuple(dict.fromkeys(tiles))
-
-
-def balanced(rows: int, most: int) -> int:
-    """Rows of a tile, at most `most`, so that the last tile is nearly as full as the others."""
-    most = max(1, min(rows, most))
-    return -(-rows // -(-rows // most))
 
 
 def _columns(lane: int, most: int) -> int:

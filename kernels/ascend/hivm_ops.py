@@ -134,8 +134,12 @@ def _dma(op: Op) -> Step:
             raise InterpreterError(f"{name} with padding on the left is not modelled")
         value = view.tensor()
         place.write(combine(place.tensor(), value) if combine else value)
-        core.count_bytes(path, view.bytes)
-        core.counters.ops[name] += 1
+        counters = core.counters
+        counters.bytes[path] += view.bytes
+        counters.ops[name] += 1
+        if path == "UB->UB":  # done by the vector pipe
+            counters.vector_ops += 1
+            counters.vector_elements += view.count
 
     return run
 

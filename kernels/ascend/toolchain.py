@@ -264,8 +264,8 @@ def _compile_once(lowered: Lowered, soc: str, multibuffer: bool, timeout: float,
         return result(Outcome.CRASH, f"exit code 0 but no module was printed before {FINAL_PASS}")
     module = read_module(text)
     peaks, double_buffered = peak_bytes(module), bool(double_buffers(module))
-    if dropped := _DROPPED.search(output):
-        return result(Outcome.DEGRADED, dropped.group(0).strip(), text, peaks, double_buffered)
+    if dropped := _DROPPED.findall(output):  # a note per retry; the last says how it ended
+        return result(Outcome.DEGRADED, dropped[-1].strip(), text, peaks, double_buffered)
     return result(Outcome.PASSED, "passed", text, peaks, double_buffered)
 
 

@@ -123,6 +123,10 @@ MORE = {
     "transposed, expanded": (lambda: meta(8, 96).t().expand(4, -1, -1), "Transpose BroadcastTo"),
     "heads of 64, batch 1": (lambda: packed(1, 197, 12, 64).permute(2, 0, 3, 1, 4)[0], "AsStrided"),
     "one head": (lambda: packed(2, 197, 1, 80).permute(2, 0, 3, 1, 4)[0], "Slice"),
+    "permuted lanes, last size 64": (
+        lambda: meta(8, 64, 96)[..., :80].transpose(1, 2),
+        "Slice Transpose",
+    ),
     "vector": (lambda: meta(64)[::2], "Slice"),
     "scalar expanded": (lambda: meta(1).expand(5), "BroadcastTo"),
     "lanes too wide": (lambda: meta(8, 9)[:, ::2], "AsStrided"),  # the pitch 9 < 2 * 5
@@ -140,6 +144,7 @@ def test_further_views(row):
 
 def test_negative_stride():
     assert layout_kernels((4, 8), (-8, 1)) == ("AsStrided",)
+    assert layout_kernels((8, 4), (8, -1)) == ("AsStrided",)
     assert layout_kernels((1, 8), (-8, 1)) == ()
 
 
@@ -150,7 +155,11 @@ def test_a_view_outside_its_implied_source_is_as_strided():
     assert layout_kernels((4, 8), (16, 1), offset=9, storage_size=73) == ("AsStrided",)
     assert layout_kernels((4, 8), (16, 1), storage_size=56) == ("AsStrided",)
     assert layout_kernels((4, 4), (16, 2), offset=1, storage_size=64) == ("StridedSlice",)
+    assert layout_kernels((4, 4), (16, 2), offset=33, storage_size=128) == ("StridedSlice",)
     assert layout_kernels((4, 4), (16, 2), offset=10, storage_size=74) == ("AsStrided",)
+    # No dense source has these strides: 100 is no multiple of the 72 that the others imply.
+    assert layout_kernels((2, 2, 2, 2), (100, 36, 24, 2)) == ("AsStrided",)
+    assert layout_kernels((2, 2, 2, 2), (144, 36, 24, 2)) == ("StridedSlice",)
 
 
 @pytest.mark.parametrize("shape", [(3, 4, 5), (2, 3, 4, 64), (2, 1, 4, 64), (6, 6, 6)])
@@ -252,7 +261,7 @@ def test_sizes_that_layer_norm_v4_takes_need_no_cast():
     assert layer_norm(BF16, shape=(16, 1024)) == layer_norm(BF16, shape=(16, 4096)) == ()
     assert layer_norm(F16, shape=(16, 1024)) == ("Cast", "Cast")
     assert layer_norm(BF16, shape=(16, 24)) == ()  # below 64 and no multiple of 16
-    assert layer_norm(BF16, shape=(16, 32)) == ("Cast", "Cast")
+    assert layer_norm(BF16, shape=(16, 32)) == layer_norm(F16, shape=(16, 72)) == ("Cast", "Cast")
     assert layer_norm(BF16, shape=(16, 4, 256), norm_size=1024) == ()
 
 

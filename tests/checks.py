@@ -1,0 +1,101 @@
+"""How tests compare: a model fused by the backend against eager, by the design's error bound."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+
+from ascend_ln_fuse import FusionReport, last_reports
+
+
+def tensors(value) -> list[torch.Tensor]:
+    """The tensors of a model's output, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (tuple, list)):
+        return [t for item in value for t in tensors(item)]
+    return []
+
+
+def ulp(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """One unit in the last place of `dtype` at each |x|, as float64."""
+    info = torch.finfo(dtype)
+    magnitude = x.double().abs().clamp(min=info.smallest_normal)
+    return torch.exp2(torch.floor(torch.log2(magnitude))) * info.eps
+
+
+def assert_within_bound(ours: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> None:
+    """The design's bound: error against float64 at most twice eager's own (its largest in the tensor)
+    plus one ulp of the output dtype. NaN and Inf stand where eager has them."""
+    assert ours.shape == eager.shape and ours.dtype == eager.dtype
+    assert ours.stride() == eager.stride(), (ours.stride(), eager.stride())
+    assert ours.device == eager.device
+    if not ours.dtype.is_floating_point:
+        assert torch.equal(ours, eager)
+        return
+    finite = eager.isfinite()
+    assert torch.equal(ours.isfinite(), finite)
+    assert torch.equal(ours.isnan(), eager.isnan())
+    ours, low, exact = (t[finite].double() for t in (ours, eager, exact))
+    if not ours.numel():
+        return
+    allowed = 2 * (low - exact).abs().max() + ulp(exact, eager.dtype)
+    excess = ((ours - exact).abs() - allowed).max().item()
+    assert excess <= 0, f"error exceeds the bound by {excess:.3e}"
+
+
+def exact_copy(model: torch.nn.Module, inputs: Sequence):
+    """`model` and `inputs` in float64 (with the values they have in their own dtype)."""
+    def wide(x):
+        return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+    return copy.deepcopy(model).double(), [wide(x) for x in inputs]
+
+
+def check(model: torch.nn.Module, *inputs, fused: int | None = None, declined: int | None = 0,
+          dynamic: bool = False, grad: bool = False, backend_options: dict | None = None,
+          exact: bool = True) -> FusionReport:
+    """Compile `model` with the backend, compare its outputs with eager's by `assert_within_bound`, and
+    assert the numbers of sites over all of its graphs. Returns the report of the last graph.
+
+    `exact=False`: eager itself is the reference (for models that do not run in float64).
+    """
+    model = model.eval()
+    before = len(last_reports())
+    options = {"report": "off", **(backend_options or {})}
+    compiled = torch.compile(model, backend="ascend_ln_fuse", dynamic=dynamic or None, options=options)
+    with torch.set_grad_enabled(grad):
+        eager = tensors(model(*map(fresh, inputs)))
+        ours = tensors(compiled(*map(fresh, inputs)))
+        if exact:
+            wide, wide_inputs = exact_copy(model, inputs)
+            reference = tensors(wide(*wide_inputs))
+        else:
+            reference = eager
+    assert len(ours) == len(eager)
+    for a, b, c in zip(ours, eager, reference):
+        assert_within_bound(a.detach(), b.detach(), c.detach())
+    reports = last_reports()[before:]
+    assert reports, "nothing was compiled"
+    for report in reports:
+        assert report.error is None
+    counts = sum(r.fused for r in reports), sum(r.declined for r in reports)
+    why = [s.reason for r in reports for s in r.sites if s.reason]
+    if fused is not None:
+        assert counts[0] == fused, (counts, why)
+    if declined is not None:
+        assert counts[1] == declined, (counts, why)
+    return reports[-1]
+
+
+def fresh(x):
+    """A copy with the same strides, so that a model that writes its input cannot spoil another run."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) \
+        if 0 not in x.stride() else x.clone()
+    return y.copy_(x).requires_grad_(x.requires_grad)

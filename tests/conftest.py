@@ -1,0 +1,20 @@
+"""What every test runs with: failures of the pass raise, seeds are fixed, Dynamo starts clean."""
+
+import os
+
+import pytest
+import torch
+
+os.environ["ASCEND_LN_FUSE_STRICT"] = "1"
+torch.set_num_threads(1)  # tests run in parallel processes
+
+
+@pytest.fixture(autouse=True)
+def _clean():
+    from ascend_ln_fuse import clear_reports
+
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    clear_reports()
+    yield
+    torch._dynamo.reset()
