@@ -3,10 +3,11 @@
 `ladder` lists the tiles worth trying, best first; a compiler that runs out of memory on one is given
 the next. `choose` is the first of them.
 
-Ascend: everything that is live at the same time lies in the Unified Buffer, loaded and stored tiles
-twice for double buffering. The estimate was fitted to the official compiler's own memory report
-(tests/kernels/test_ascend_kernels.py compiles what it chooses); it errs on the safe side, since a tile
-that loses double buffering costs more than a smaller one.
+Ascend: everything that is live at the same time lies in the Unified Buffer. Fitted to where the official
+compiler (ascendnpu-ir 1.2.0, Ascend910B3) drops double buffering, over nine regions, D from 64 to 30000,
+bf16 and fp32: a tile costs, per element, 8 bytes for every full tile that is live at once (two fp32
+copies, whatever the dtype in memory), 4 for one in between and 2 for the reductions. It errs on the
+small side: a tile that loses double buffering costs more than a smaller one.
 
 CUDA: a program should move a few KiB a warp and no more (measured by benchmarks/kernel_sweep.py);
 tiles live in registers.
@@ -20,11 +21,18 @@ from math import prod
 
 from .codegen import Tile
 from .layout import MAX_ROWS, Structure, Unsupported
-from .region import DTYPES, NORMS, NormRegion
+from .region import DTYPES, NormRegion
 from .targets import Target
 
-#: Elements of a lane block are multiples of this on Ascend: 32 bytes of the narrowest dtype.
+#: Ascend: a row of a tile takes a multiple of this many elements (32 bytes of the narrowest dtype).
 LANE_MULTIPLE = 16
+
+#: Ascend: the longest row that is taken whole, and ops that read their operand more than once.
+MAX_WHOLE_LANE = 8192
+BUSY_OPS = {"gelu", "gelu_tanh", "silu", "sigmoid", "tanh"}
+
+#: Ascend: the share of the Unified Buffer that the estimate may fill.
+UB_SHARE = 0.95
 
 #: CUDA: bytes that one program and one warp load, and the most columns of a tile in registers.
 CUDA_TILE_BYTES = 8192
@@ -111,22 +119,27 @@ def _cuda(region: NormRegion, structure: Structure, target: Target) -> tuple[Til
 
 
 def _npu(region: NormRegion, structure: Structure, target: Target) -> tuple[Tile, ...]:
-    moving, fixed = element_bytes(region, structure, target.double_buffer)
-    lane = max(region.lane, LANE_MULTIPLE)
-    fit = max(0, min(MAX_ROWS, (target.budget - fixed * lane) // (moving * lane)))
-    if structure.wide:
-        fit = min(fit, 1)
+    budget = int(target.budget * UB_SHARE)
+    peak = live_tiles(region, structure)
+    whole, passed = held_bytes(region, structure)
+    each = 8 * peak + 6 + 2 * any(line.op in BUSY_OPS for line in region.body)
+    lane = -(-region.lane // LANE_MULTIPLE) * LANE_MULTIPLE
+    tiles = []
+    fit = (budget - whole * lane) // (each * lane)
     if fit > 16:
         fit -= fit % 8
-    tiles = [Tile(fit >> i, region.lane) for i in range(fit.bit_length())]
+    if structure.wide or fit <= 1:
+        # One row needs less: its reductions have no tree of rows.
+        fit = 1 if lane <= MAX_WHOLE_LANE and (each - 4 + whole) * lane <= budget else 0
+    tiles += [Tile(min(fit, MAX_ROWS) >> i, region.lane) for i in range(fit.bit_length())]
     # Column passes: as many rows as leave columns wide enough for long vector instructions.
     for rows in (8, 4, 2, 1):
-        wide = target.budget // ((moving + fixed) * rows) // 128 * 128
+        wide = budget // (each * rows + passed) // 128 * 128
         if (wide >= 512 and not structure.wide) or (rows == 1 and wide >= 128):
-            cols = _columns(region.lane, min(wide, 8192))
+            cols = _columns(region.lane, wide)
             if cols < region.lane:
                 tiles.append(Tile(rows, cols))
-    return tuple(dict.fromkeys(tiles))
+    return tuple(t for t in dict.fromkeys(tiles) if t.rows)
 
 
 def _columns(lane: int, most: int) -> int:
@@ -140,34 +153,34 @@ def _columns(lane: int, most: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def element_bytes(region: NormRegion, structure: Structure, double: bool) -> tuple[int, int]:
-    """Estimated bytes per element of a tile, and per element of a row held for the whole program.
-
-    A tile that is loaded or stored counts in its own dtype, twice if double buffered; values in between
-    count as fp32 at the moment when most of them are live, in the order of the region.
-    """
-    copies = 2 if double else 1
-    blocked = structure.blocked
-    full = {x.name: s.lane and s.moving[blocked]
+def live_tiles(region: NormRegion, structure: Structure) -> int:
+    """The most full tiles that are live at once, in the order of the region; a line's result takes the
+    place of an operand that it reads last. Inputs are all live from the start: the kernel loads first."""
+    full = {x.name: s.lane and s.moving[structure.blocked]
             for x, s in zip(region.inputs, structure.operands)}
-    moving = fixed = 0
-    for operand, shape in zip(region.inputs, structure.operands):
-        if full[operand.name]:
-            moving += copies * DTYPES[operand.dtype]
-        elif shape.lane:
-            fixed += 4 + copies * DTYPES[operand.dtype]
-    moving += sum(copies * DTYPES[x.dtype] for x in region.outputs)
-    for line in region.body:
-        full[line.name] = any(full.get(a, False) for a in line.args if isinstance(a, str))
     last = {a: i for i, line in enumerate(region.body) for a in line.args if isinstance(a, str)}
-    last.update({out.value: len(region.body) for out in region.outputs})
-    live, peak = set(), 0
+    last |= {out.value: len(region.body) for out in region.outputs}
+    live = {name for name, whole in full.items() if whole and name in last}
+    peak = max(1, len(live))
     for i, line in enumerate(region.body):
-        live.update(a for a in line.args if isinstance(a, str) and full.get(a))
-        if full[line.name]:
+        full[line.name] = any(full.get(a, False) for a in line.args if isinstance(a, str))
+        live = {n for n in live if last[n] > i}
+        if full[line.name] and line.name in last:
             live.add(line.name)
-        # A norm holds its centred value and the squares while it reduces.
-        extra = 1 if line.op in NORMS else 0
-        peak = max(peak, len(live) + extra)
-        live = {n for n in live if last.get(n, -1) > i}
-    return moving + 4 * peak, fixed
+        peak = max(peak, len(live))
+    return peak
+
+
+def held_bytes(region: NormRegion, structure: Structure) -> tuple[int, int]:
+    """Bytes per column of the operands that all rows of a tile share: (whole rows, column passes).
+
+    One that is held for the whole program takes its own dtype and fp32, one that is loaded for every
+    tile or pass two fp32 tiles."""
+    whole = passed = 0
+    for operand, shape in zip(region.inputs, structure.operands):
+        if not shape.lane or shape.moving[structure.blocked]:
+            continue
+        size = DTYPES[operand.dtype]
+        whole += 8 if any(shape.moving) else 4 + (size if size < 4 else 0)
+        passed += 8
+    return whole, passed

@@ -9,12 +9,13 @@ from torch.fx import Node
 from ..graph import Lens
 from ..select import Candidate
 from ..site import Decline, Norm, Site, assemble
-from . import library_norm
+from . import handwritten_norm, library_norm
 from .grow import REACHES, grow
 from .naming import pattern_name
 
 #: Matchers, tried in turn on every node: each yields the norms that end there.
-MATCHERS: list[Callable[[Lens, Node], Iterator[Norm]]] = [library_norm.match]
+MATCHERS: list[Callable[[Lens, Node], Iterator[Norm]]] = [
+    library_norm.match, handwritten_norm.match]
 
 
 def find_norms(lens: Lens) -> tuple[list[Norm], list[tuple[Node, Decline]]]:

@@ -1,1 +1,17 @@
-"""The official Ascend toolchain, offline: lower, compile, lint, interpret, cost, run natively."""
+"""The official Ascend compilers, offline: no NPU, no CANN, and no time is ever measured.
+
+    toolchain.py    lower (Triton -> TTIR, Linalg), compile_planned (-> final HIVM, memory)
+    lint.py         lint: lost loads, scalar loops, masks that became read-modify-writes
+    interpreter.py  interpret: runs the final HIVM module with real tensors, counts bytes
+    cost.py         loop_costs: bytes and instructions per loop, without running
+    native.py       build: runs the Linalg form natively through LLVM 19
+
+below them:
+
+    tools.py        where the compilers are, outcomes and errors
+    mlir.py         reader of generic MLIR     effects.py   what an op reads and writes
+    op_table.py     the interpreter's ops, filled by core_ops, memref_ops, hivm_ops and cube_ops
+    memory.py, scheduler.py, counters.py       the interpreter's machine
+
+Importing this package imports nothing of them, and none of them imports Triton by itself.
+"""

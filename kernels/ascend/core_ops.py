@@ -11,7 +11,8 @@ import functools
 import math
 import operator
 import re
-from typing import Any, Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ from .op_table import Step, prepare_region, register, require
 
 
 def assign(registers: list, slots: Sequence[int], values: Sequence[Any]) -> None:
-    for slot, value in zip(slots, values):
+    for slot, value in zip(slots, values, strict=True):
         registers[slot] = value
 
 
@@ -141,19 +142,39 @@ def _float_divide(a: float, b: float) -> float:
 
 # (a, b) -> result, before wrapping
 INTEGER: dict[str, Callable[[int, int], int]] = {
-    "addi": operator.add, "subi": operator.sub, "muli": operator.mul, "andi": operator.and_,
-    "ori": operator.or_, "xori": operator.xor, "shli": operator.lshift, "shrsi": operator.rshift,
-    "divsi": _divide, "remsi": lambda a, b: a - _divide(a, b) * b, "floordivsi": operator.floordiv,
-    "ceildivsi": lambda a, b: -(-a // b), "maxsi": max, "minsi": min,
-}  # fmt: skip
+    "addi": operator.add,
+    "subi": operator.sub,
+    "muli": operator.mul,
+    "andi": operator.and_,
+    "ori": operator.or_,
+    "xori": operator.xor,
+    "shli": operator.lshift,
+    "shrsi": operator.rshift,
+    "divsi": _divide,
+    "remsi": lambda a, b: a - _divide(a, b) * b,
+    "floordivsi": operator.floordiv,
+    "ceildivsi": lambda a, b: -(-a // b),
+    "maxsi": max,
+    "minsi": min,
+}
 UNSIGNED = {
-    "divui": operator.floordiv, "remui": operator.mod, "shrui": operator.rshift, "maxui": max, "minui": min,
+    "divui": operator.floordiv,
+    "remui": operator.mod,
+    "shrui": operator.rshift,
+    "maxui": max,
+    "minui": min,
     "ceildivui": lambda a, b: -(-a // b),
-}  # fmt: skip
+}
 FLOAT: dict[str, Callable[[float, float], float]] = {
-    "addf": operator.add, "subf": operator.sub, "mulf": operator.mul, "divf": _float_divide,
-    "maximumf": _with_nan(max), "minimumf": _with_nan(min), "maxnumf": _without_nan(max), "minnumf": _without_nan(min),
-}  # fmt: skip
+    "addf": operator.add,
+    "subf": operator.sub,
+    "mulf": operator.mul,
+    "divf": _float_divide,
+    "maximumf": _with_nan(max),
+    "minimumf": _with_nan(min),
+    "maxnumf": _without_nan(max),
+    "minnumf": _without_nan(min),
+}
 # In the order of MLIR's predicate numbers.
 INTEGER_COMPARE = [operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge]
 ORDERED_COMPARE = {1: operator.eq, 2: operator.gt, 3: operator.ge, 4: operator.lt, 5: operator.le}
@@ -254,7 +275,12 @@ def _negate(op: Op) -> Step:
 
 @register("math.sqrt", "math.rsqrt", "math.exp", "math.absf")
 def _math(op: Op) -> Step:
-    function = {"sqrt": math.sqrt, "rsqrt": lambda a: 1 / math.sqrt(a), "exp": math.exp, "absf": abs}[op.short_name]
+    function = {
+        "sqrt": math.sqrt,
+        "rsqrt": lambda a: 1 / math.sqrt(a),
+        "exp": math.exp,
+        "absf": abs,
+    }[op.short_name]
     type_ = op.result.type
     return unary(op, lambda a: round_float(function(a), type_))
 

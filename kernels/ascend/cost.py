@@ -48,8 +48,9 @@ class LoopCost:
         moved = ", ".join(f"{path} {amount} B" for path, amount in self.bytes.items()) or "no bytes"
         place = "loop " + ".".join(map(str, self.loop)) if self.loop else "outside of loops"
         return (
-            f"{self.function}, {place}: {moved}; {self.vector_ops} vector ops on {self.vector_elements} elements, "
-            f"{self.vector_barriers} barriers, {self.double_buffered} double-buffered buffers"
+            f"{self.function}, {place}: {moved}; {self.vector_ops} vector ops on "
+            f"{self.vector_elements} elements, {self.vector_barriers} barriers, "
+            f"{self.double_buffered} double-buffered buffers"
         )
 
 
@@ -74,7 +75,9 @@ def _function_costs(func: Func) -> list[LoopCost]:
     for place in flow.places:
         if place.op.name in ("scf.for", "scf.while"):
             outer = costs[place.loops]
-            costs[(*place.loops, place.op)] = LoopCost(func.name, (*outer.loop, children[place.loops]))
+            costs[(*place.loops, place.op)] = LoopCost(
+                func.name, (*outer.loop, children[place.loops])
+            )
             children[place.loops] += 1
         elif place.op.name == "arith.select" and is_memref(place.op.result.type):
             pairs.setdefault(place.loops, set()).add(_addresses(flow, place.op.result))
@@ -97,7 +100,13 @@ def _addresses(flow: Dataflow, value: Value) -> frozenset:
 def _add(cost: LoopCost, place: Place) -> None:
     """Count one HIVM op."""
     op, name = place.op, place.op.short_name
-    if name in ("pointer_cast", "get_block_idx", "get_sub_block_idx", "get_sub_block_num", "set_mask_norm"):
+    if name in (
+        "pointer_cast",
+        "get_block_idx",
+        "get_sub_block_idx",
+        "get_sub_block_num",
+        "set_mask_norm",
+    ):
         return
     cost.ops[name] += 1
     if name == "pipe_barrier":
@@ -105,7 +114,7 @@ def _add(cost: LoopCost, place: Place) -> None:
     elif name in _TRANSFERS:
         source, target = op.operands[:2]
         spaces = [memref_type(value.type).space for value in (source, target)]
-        # The side in global memory has the matrix's true shape, the fractals of L1 and L0C are padded.
+        # The side in global memory has the matrix's own shape; fractals are padded.
         measured = target if name == "fixpipe" else source
         elements = full_elements(measured)
         bits = ELEMENT_BITS[memref_type(measured.type).element]
@@ -116,12 +125,18 @@ def _add(cost: LoopCost, place: Place) -> None:
     elif name.startswith("v"):
         inputs, outputs = reads_and_writes(op)
         cost.vector_ops += len(outputs)
-        cost.vector_elements += sum(full_elements(v) for v in (inputs if name == "vreduce" else outputs))
+        cost.vector_elements += sum(
+            full_elements(v) for v in (inputs if name == "vreduce" else outputs)
+        )
 
 
 def full_elements(value: Value) -> int:
     """Elements of a memref; of the full tile that it is a part of, if its size is not known."""
-    while not memref_type(value.type).is_static and value.producer is not None and value.producer.operands:
+    while (
+        not memref_type(value.type).is_static
+        and value.producer is not None
+        and value.producer.operands
+    ):
         if not is_memref(value.producer.operands[0].type):
             break
         value = value.producer.operands[0]

@@ -38,7 +38,7 @@ class Counters:
         """Bytes written from the Unified Buffer to global memory."""
         return self.bytes["UB->GM"]
 
-    def __add__(self, other: "Counters") -> "Counters":
+    def __add__(self, other: Counters) -> Counters:
         """The counts of one launch after the other."""
         spaces = {*self.peak_bytes, *other.peak_bytes}
         return Counters(
@@ -48,5 +48,8 @@ class Counters:
             self.vector_elements + other.vector_elements,
             self.vector_barriers + other.vector_barriers,
             self.macs + other.macs,
-            {space: max(self.peak_bytes.get(space, 0), other.peak_bytes.get(space, 0)) for space in spaces},
+            {
+                space: max(self.peak_bytes.get(space, 0), other.peak_bytes.get(space, 0))
+                for space in spaces
+            },
         )

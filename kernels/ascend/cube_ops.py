@@ -26,7 +26,9 @@ def to_fractal(matrix: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     column_blocks, row_blocks, r, c = shape
     rows, columns = matrix.shape
     if rows > row_blocks * r or columns > column_blocks * c:
-        raise InterpreterError(f"a {rows}x{columns} matrix does not fit fractals of shape {list(shape)}")
+        raise InterpreterError(
+            f"a {rows}x{columns} matrix does not fit fractals of shape {list(shape)}"
+        )
     padded = torch.zeros(row_blocks * r, column_blocks * c, dtype=matrix.dtype)
     padded[:rows, :columns] = matrix
     return padded.view(row_blocks, r, column_blocks, c).permute(2, 0, 1, 3)
@@ -109,7 +111,10 @@ def _sync_block(op: Op) -> Step:
 
     def run(core: Any) -> None:
         flag = core.registers[slot] if number is None else number
-        to_vector, peers = core.is_cube == sets, range(core.sub_blocks) if core.is_cube else [core.sub_block]
+        to_vector, peers = (
+            core.is_cube == sets,
+            range(core.sub_blocks) if core.is_cube else [core.sub_block],
+        )
         keys = [("to vector" if to_vector else "to cube", peer, flag) for peer in peers]
         signals = core.signals
         core.counters.ops[name] += 1

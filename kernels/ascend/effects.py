@@ -1,21 +1,33 @@
-"""Which memory an op reads and writes: what lint and cost need to know, without running anything."""
+"""Which memory an op reads and writes: what lint and cost know without running it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Iterator
 
 from .mlir import Block, Func, Op, Value, is_memref
 
 VIEWS = {
-    "memref.subview", "memref.cast", "memref.collapse_shape", "memref.expand_shape", "memref.view",
-    "memref.reinterpret_cast", "memref.extract_strided_metadata", "memref.memory_space_cast",
-}  # fmt: skip
+    "memref.subview",
+    "memref.cast",
+    "memref.collapse_shape",
+    "memref.expand_shape",
+    "memref.view",
+    "memref.reinterpret_cast",
+    "memref.extract_strided_metadata",
+    "memref.memory_space_cast",
+}
 # Ops without groups of operands, or whose first group is not all of the input: (inputs, outputs).
 _POSITIONS = {
-    "load": ([0], [1]), "store": ([0], [1]), "copy": ([0], [1]), "nd2nz": ([0], [1]), "fixpipe": ([0], [1]),
-    "vbrc": ([0], [1]), "vtranspose": ([0], [1]), "varange": ([], [0]),
-}  # fmt: skip
+    "load": ([0], [1]),
+    "store": ([0], [1]),
+    "copy": ([0], [1]),
+    "nd2nz": ([0], [1]),
+    "fixpipe": ([0], [1]),
+    "vbrc": ([0], [1]),
+    "vtranspose": ([0], [1]),
+    "varange": ([], [0]),
+}
 
 
 def reads_and_writes(op: Op) -> tuple[list[Value], list[Value]] | None:
@@ -76,7 +88,13 @@ def constant(value: Value) -> int | None:
     if op is None or op.name != "arith.constant":
         return None
     text = op.properties["value"].split()[0]
-    return {"true": 1, "false": 0}[text] if text in ("true", "false") else int(text) if text.lstrip("-").isdigit() else None
+    return (
+        {"true": 1, "false": 0}[text]
+        if text in ("true", "false")
+        else int(text)
+        if text.lstrip("-").isdigit()
+        else None
+    )
 
 
 def never_runs(op: Op) -> bool:
@@ -151,5 +169,9 @@ class Dataflow:
         op = value.producer
         if op is None or op.name not in VIEWS:
             return value
-        layout = tuple(sorted(item for item in op.properties.items() if item[0].startswith(("static", "reassoc"))))
+        layout = tuple(
+            sorted(
+                item for item in op.properties.items() if item[0].startswith(("static", "reassoc"))
+            )
+        )
         return (op.name, self.view_key(op.operands[0]), tuple(op.operands[1:]), layout)

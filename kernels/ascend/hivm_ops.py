@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from typing import Any, Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -17,7 +18,14 @@ from .memory import DTYPES, InterpreterError, MemRef, grid
 from .mlir import Op, Value, enum_word, int_array, is_memref, memref_type, row_major
 from .op_table import Step, ignored, register, require
 
-IGNORED = ("set_mask_norm", "set_ffts_base_addr", "set_ctrl", "init_debug", "finish_debug", "free_lock_var")
+IGNORED = (
+    "set_mask_norm",
+    "set_ffts_base_addr",
+    "set_ctrl",
+    "init_debug",
+    "finish_debug",
+    "free_lock_var",
+)
 for _name in IGNORED:
     register(f"hivm.hir.{_name}")(ignored)
 
@@ -108,8 +116,10 @@ def _flag(op: Op) -> Step:
 # ----------------------------------------------------------------------------------------- DMA
 
 ATOMIC: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "add": torch.add, "max": torch.maximum, "min": torch.minimum,
-}  # fmt: skip
+    "add": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 _SHORT_SPACE = {"gm": "GM", "ub": "UB", "cbuf": "L1", "cc": "L0C"}
 
 
@@ -120,7 +130,11 @@ def _dma(op: Op) -> Step:
     source, target = op.operands[0].slot, op.operands[1].slot
     spaces = [memref_type(operand.type).space for operand in op.operands[:2]]
     path, name = "->".join(_SHORT_SPACE[space] for space in spaces), op.short_name
-    padding = [value.slot for value in op.segments()[3]] if op.name == "hivm.hir.load" and len(op.segments()) > 3 else []
+    padding = (
+        [value.slot for value in op.segments()[3]]
+        if op.name == "hivm.hir.load" and len(op.segments()) > 3
+        else []
+    )
     kind = enum_word(op.properties["atomic_kind"]) if "atomic_kind" in op.properties else "none"
     require(kind == "none" or kind in ATOMIC, op, f"atomic {kind}")
     combine = ATOMIC.get(kind)
@@ -129,7 +143,9 @@ def _dma(op: Op) -> Step:
         registers = core.registers
         view, place = registers[source], registers[target]
         if view.sizes != place.sizes:
-            raise InterpreterError(f"{name} of sizes {list(view.sizes)} to sizes {list(place.sizes)}")
+            raise InterpreterError(
+                f"{name} of sizes {list(view.sizes)} to sizes {list(place.sizes)}"
+            )
         if any(registers[slot] for slot in padding):
             raise InterpreterError(f"{name} with padding on the left is not modelled")
         value = view.tensor()
@@ -182,7 +198,10 @@ def vector_step(
 
     def run(core: Any) -> None:
         registers, counters = core.registers, core.counters
-        tensors = [registers[slot].tensor() if is_view else _scalar(registers[slot], dtype) for slot, is_view in reads]
+        tensors = [
+            registers[slot].tensor() if is_view else _scalar(registers[slot], dtype)
+            for slot, is_view in reads
+        ]
         registers[out].write(compute(*tensors))
         for slot in scratch:
             registers[slot].poison()
@@ -202,13 +221,30 @@ def _not(a: torch.Tensor) -> torch.Tensor:
 
 
 ELEMENTWISE: dict[str, Callable[..., torch.Tensor]] = {
-    "vadd": torch.add, "vsub": torch.sub, "vmul": torch.mul, "vdiv": _divide,
-    "vmax": torch.maximum, "vmin": torch.minimum, "vand": torch.bitwise_and, "vor": torch.bitwise_or,
-    "vxor": torch.bitwise_xor, "vpow": torch.pow, "vmod": torch.fmod,
-    "vexp": torch.exp, "vln": torch.log, "vsqrt": torch.sqrt, "vrsqrt": torch.rsqrt,
-    "vrec": torch.reciprocal, "vabs": torch.abs, "vrelu": torch.relu, "vnot": _not,
-    "vsin": torch.sin, "vcos": torch.cos, "verf": torch.erf, "vtanh": torch.tanh,
-}  # fmt: skip
+    "vadd": torch.add,
+    "vsub": torch.sub,
+    "vmul": torch.mul,
+    "vdiv": _divide,
+    "vmax": torch.maximum,
+    "vmin": torch.minimum,
+    "vand": torch.bitwise_and,
+    "vor": torch.bitwise_or,
+    "vxor": torch.bitwise_xor,
+    "vpow": torch.pow,
+    "vmod": torch.fmod,
+    "vexp": torch.exp,
+    "vln": torch.log,
+    "vsqrt": torch.sqrt,
+    "vrsqrt": torch.rsqrt,
+    "vrec": torch.reciprocal,
+    "vabs": torch.abs,
+    "vrelu": torch.relu,
+    "vnot": _not,
+    "vsin": torch.sin,
+    "vcos": torch.cos,
+    "verf": torch.erf,
+    "vtanh": torch.tanh,
+}
 
 
 @register(*(f"hivm.hir.{name}" for name in ELEMENTWISE))
@@ -216,7 +252,14 @@ def _elementwise(op: Op) -> Step:
     return vector_step(op, ELEMENTWISE[op.short_name])
 
 
-COMPARE = {"eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge}  # fmt: skip
+COMPARE = {
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+}
 
 
 @register("hivm.hir.vcmp")
@@ -235,18 +278,28 @@ def _round_away(a: torch.Tensor) -> torch.Tensor:
     return torch.sign(a) * torch.floor(a.abs() + 0.5)
 
 
-ROUND = {"floor": torch.floor, "ceil": torch.ceil, "trunc": torch.trunc, "rint": torch.round, "round": _round_away}
+ROUND = {
+    "floor": torch.floor,
+    "ceil": torch.ceil,
+    "trunc": torch.trunc,
+    "rint": torch.round,
+    "round": _round_away,
+}
 
 
 @register("hivm.hir.vcast")
 def _cast(op: Op) -> Step:
-    """Conversion. To integers, and from a float type to itself, the mode rounds to whole numbers."""
+    """Conversion. To integers, and within one float type, the mode rounds to whole numbers."""
     inputs, outputs, _ = _operands(op)
     source, target = (DTYPES[memref_type(value.type).element] for value in (inputs[0], outputs[0]))
     mode = enum_word(op.properties["round_mode"])
     unsigned = "unsigned" in op.properties.get("cast", "")
-    require(not unsigned or source == torch.bool or source.is_floating_point, op, "an unsigned source")
-    if source.is_floating_point and (not target.is_floating_point or (source == target and mode != "rint")):
+    require(
+        not unsigned or source == torch.bool or source.is_floating_point, op, "an unsigned source"
+    )
+    if source.is_floating_point and (
+        not target.is_floating_point or (source == target and mode != "rint")
+    ):
         require(mode in ROUND, op, f"round mode {mode}")
         to_whole = ROUND[mode]
         return vector_step(op, lambda a: to_whole(a.float()).to(target))
@@ -293,14 +346,17 @@ def _interleave(op: Op) -> Step:
 @register("hivm.hir.vdeinterleave")
 def _deinterleave(op: Op) -> Step:
     """Even lanes to the first output, odd lanes to the second; or one of them."""
-    mode = enum_word(op.properties["index_mode"]) if "index_mode" in op.properties else "ALL_CHANNELS"
+    mode = (
+        enum_word(op.properties["index_mode"]) if "index_mode" in op.properties else "ALL_CHANNELS"
+    )
     source, outputs = op.operands[0].slot, [value.slot for value in op.operands[1:]]
     channels = [int(mode[-1])] if mode.startswith("CHANNEL_") else [0, 1]
+    require(len(outputs) == len(channels), op, f"{mode} with {len(outputs)} outputs")
 
     def run(core: Any) -> None:
         registers, counters = core.registers, core.counters
         lanes = registers[source].tensor().clone()
-        for slot, channel in zip(outputs, channels):
+        for slot, channel in zip(outputs, channels, strict=True):
             registers[slot].write(lanes[..., channel::2])
             counters.vector_ops += 1
             counters.vector_elements += registers[slot].count
@@ -337,8 +393,12 @@ def planned_view(storage: Any, type_: Any, address: int, sizes: tuple[int, ...])
     bits = 1 if type_.element == "i1" else DTYPES[type_.element].itemsize * 8
     if address * 8 % bits:
         raise InterpreterError(f"address {address} is not aligned for {type_.element}")
-    last = sum((size - 1) * stride for size, stride in zip(sizes, strides)) if math.prod(sizes) else -1
+    last = -1
+    if math.prod(sizes):
+        last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
     end = address + ((last + 1) * bits + 7) // 8
     if end > storage.bytes.numel():
-        raise InterpreterError(f"{storage.name}: planned up to byte {end} of {storage.bytes.numel()}")
+        raise InterpreterError(
+            f"{storage.name}: planned up to byte {end} of {storage.bytes.numel()}"
+        )
     return MemRef(storage, type_.element, address * 8 // bits, sizes, strides)

@@ -1,9 +1,9 @@
 """Runs a final HIVM module on the CPU: what the compiler made of a kernel, with real tensors.
 
 The module is the one printed before convert-hivm-to-std: every buffer has its planned address, the
-flags between pipes and cores are set, double buffering is done. So a lost load, a wrong memory plan,
-an access outside of a tensor, or a deadlock of cube and vector cores shows here and not on an NPU.
-It does not model races inside a core, the hardware's rounding, or what the closed hivmc adds.
+flags between pipes and cores are set, double buffering is done. So a lost load, a wrong memory
+plan, an access outside of a tensor, or a deadlock of cube and vector cores shows here and not on an
+NPU. It does not model races inside a core, the hardware's rounding, or what the closed hivmc adds.
 A2 and A3 only.
 
 On-chip memory is poisoned (NaN) at the start, global memory ends where the tensors' storage ends.
@@ -16,7 +16,8 @@ import functools
 import math
 import re
 from collections import Counter
-from typing import Any, Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -61,7 +62,9 @@ def interpret(
         raise ValueError("kernel_name is needed with a module text")
     sizes = [int(size) for size in grid] + [1] * (3 - len(grid))
     if len(sizes) != 3 or not 0 < math.prod(sizes) <= MAX_PROGRAMS:
-        raise InterpreterError(f"grid {tuple(grid)}: one to three sizes, 1 to {MAX_PROGRAMS} programs")
+        raise InterpreterError(
+            f"grid {tuple(grid)}: one to three sizes, 1 to {MAX_PROGRAMS} programs"
+        )
     return _Launch(_load(text), kernel_name, args, sizes).run()
 
 
@@ -82,11 +85,15 @@ class _Executable:
     def __init__(self, module: Module):
         self.module = module
         self._programs: dict[str, _Program] = {}
-        self.memory_bytes = {space: module.device_spec(entry) // 8 for space, entry in _MEMORIES.items()}
+        self.memory_bytes = {
+            space: module.device_spec(entry) // 8 for space, entry in _MEMORIES.items()
+        }
 
     def programs(self, kernel: str) -> list[_Program]:
         """The kernel's function, or its cube and vector functions."""
-        names = [n for n in (kernel, f"{kernel}_mix_aic", f"{kernel}_mix_aiv") if n in self.module.funcs]
+        names = [
+            n for n in (kernel, f"{kernel}_mix_aic", f"{kernel}_mix_aiv") if n in self.module.funcs
+        ]
         if not names:
             known = ", ".join(func.name for func in self.module.device_funcs)
             raise InterpreterError(f"the module has no kernel {kernel}; it has {known}")
@@ -101,7 +108,9 @@ class _Executable:
         func = self.module.funcs.get(f"{kernel}_infer_workspace_shape_function")
         if func is None:
             return 0
-        return next(core_ops.parse_constant(op) for op in func.entry.ops if op.name == "arith.constant")
+        return next(
+            core_ops.parse_constant(op) for op in func.entry.ops if op.name == "arith.constant"
+        )
 
 
 @functools.lru_cache(maxsize=64)
@@ -119,7 +128,15 @@ class Core:
     core's two vector cores this is.  wait_until(condition): let other cores run meanwhile.
     """
 
-    def __init__(self, launch: "_Launch", func: Func, block: int, sub_block: int, sub_blocks: int, signals: Counter):
+    def __init__(
+        self,
+        launch: _Launch,
+        func: Func,
+        block: int,
+        sub_block: int,
+        sub_blocks: int,
+        signals: Counter,
+    ):
         self.registers: list[Any] = [None] * func.slots
         self.counters = launch.counters
         self.func = func
@@ -214,22 +231,32 @@ class _Launch:
         run_together(cores)
 
     def _run_core(self, core: Core, program: _Program) -> None:
-        for argument, value in zip(program.func.entry.arguments, self.inputs[program.func.name]):
-            core.registers[argument.slot] = value
+        slots = [argument.slot for argument in program.func.entry.arguments]
+        core_ops.assign(core.registers, slots, self.inputs[program.func.name])
         program.body(core)
         core.check_flags()
 
     def _bind(self, func: Func) -> list[Any]:
-        """Values of all parameters: [ffts address,] lock, workspace, the kernel's own, grid sizes."""
+        """All parameters: [ffts address,] lock, workspace, the kernel's own, the grid's sizes."""
         parameters = func.entry.arguments
         hidden = len(parameters) - len(self.args) - 3
         if hidden not in (2, 3):
             expected = sum(1 for p in parameters) - 3 - (3 if parameters[0].type == "i64" else 2)
-            raise InterpreterError(f"{self.kernel} takes {expected} arguments, got {len(self.args)}")
+            raise InterpreterError(
+                f"{self.kernel} takes {expected} arguments, got {len(self.args)}"
+            )
         own = parameters[hidden:-3]
-        scratch = [self._memref(data, name, parameter.type) for data, name, parameter in (
-            (self.lock, "lock", parameters[hidden - 2]), (self.workspace, "workspace", parameters[hidden - 1]))]  # fmt: skip
-        values = [self._argument(i, arg, p.type) for i, (arg, p) in enumerate(zip(self.args, own))]
+        scratch = [
+            self._memref(data, name, parameter.type)
+            for data, name, parameter in (
+                (self.lock, "lock", parameters[hidden - 2]),
+                (self.workspace, "workspace", parameters[hidden - 1]),
+            )
+        ]
+        values = [
+            self._argument(i, arg, parameter.type)
+            for i, (arg, parameter) in enumerate(zip(self.args, own, strict=True))
+        ]
         return [0] * (hidden - 2) + scratch + values + self.grid
 
     def _argument(self, index: int, arg: Any, type_: str) -> Any:

@@ -8,8 +8,8 @@ elements). These rules find such modules without running them.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Callable, Iterator
 
 from .effects import Dataflow, Place, reads_and_writes
 from .mlir import Func, Op, Value, is_memref, memref_type, read_module
@@ -42,7 +42,9 @@ def lint(planned: Planned | str) -> list[Finding]:
     """
     text = planned.require().text if isinstance(planned, Planned) else planned
     if not text:
-        raise ValueError("no final HIVM module to check: A5 is compiled for its memory figures only")
+        raise ValueError(
+            "no final HIVM module to check: A5 is compiled for its memory figures only"
+        )
     findings: dict[Finding, None] = {}
     for func in read_module(text).device_funcs:
         flow = Dataflow(func)
@@ -81,10 +83,13 @@ def never_written(func: Func, flow: Dataflow) -> Iterator[Finding]:
                 written |= flow.roots(value)
     for place in _live(flow):
         for value in (reads_and_writes(place.op) or ([], []))[0]:
-            missing = [root for root in flow.roots(value) if root not in written and _is_buffer(root)]
+            missing = [
+                root for root in flow.roots(value) if root not in written and _is_buffer(root)
+            ]
             if missing:
                 space = memref_type(value.type).space
-                message = f"{place.op.short_name} reads a {space} buffer ({value.type}) that nothing writes"
+                reader = place.op.short_name
+                message = f"{reader} reads a {space} buffer that nothing writes: {value.type}"
                 yield Finding(Severity.ERROR, "never-written", func.name, message)
 
 
@@ -98,7 +103,9 @@ def scalar_loop(func: Func, flow: Dataflow) -> Iterator[Finding]:
         op = place.op
         if op.name in ("memref.load", "memref.store"):
             indices = op.operands[1:] if op.name == "memref.load" else op.operands[2:]
-            counters = {loop.regions[0][0].arguments[0] for loop in place.loops if loop.name == "scf.for"}
+            counters = {
+                loop.regions[0][0].arguments[0] for loop in place.loops if loop.name == "scf.for"
+            }
             if any(_depends_on(index, counters) for index in indices):
                 message = f"a loop does one {op.name} per element: the vector code was made scalar"
                 yield Finding(Severity.ERROR, "scalar-loop", func.name, message)
@@ -115,7 +122,11 @@ def _depends_on(value: Value, targets: set[Value]) -> bool:
     if value in targets:
         return True
     op = value.producer
-    return op is not None and not op.regions and any(_depends_on(operand, targets) for operand in op.operands)
+    return (
+        op is not None
+        and not op.regions
+        and any(_depends_on(operand, targets) for operand in op.operands)
+    )
 
 
 def read_modify_write(func: Func, flow: Dataflow) -> Iterator[Finding]:
@@ -138,8 +149,15 @@ def read_modify_write(func: Func, flow: Dataflow) -> Iterator[Finding]:
         old = loaded.get(flow.view_key(target), set())
         for select in selected:
             (_, _, kept), outputs = select.segments()[:2]
-            if flow.roots(outputs[0]) & flow.roots(source) and is_memref(kept.type) and flow.roots(kept) & old:
-                message = "a masked store became a read-modify-write of the whole tile; write the mask as index < bound"
+            if (
+                flow.roots(outputs[0]) & flow.roots(source)
+                and is_memref(kept.type)
+                and flow.roots(kept) & old
+            ):
+                message = (
+                    "a masked store became a read-modify-write of the whole tile; "
+                    "write the mask as index < bound"
+                )
                 yield Finding(Severity.ERROR, "read-modify-write", func.name, message)
 
 
@@ -153,7 +171,9 @@ def late_mask(func: Func, flow: Dataflow) -> Iterator[Finding]:
         if place.op.name == "hivm.hir.vsel":
             _, value, other = place.op.segments()[0]
             if is_memref(value.type) and flow.roots(value) & full and not is_memref(other.type):
-                message = "a whole tile is loaded and masked afterwards; it may read past the tensor"
+                message = (
+                    "a whole tile is loaded and masked afterwards; it may read past the tensor"
+                )
                 yield Finding(Severity.WARNING, "late-mask", func.name, message)
 
 

@@ -8,14 +8,22 @@ storage's exact bounds, so that a kernel that leaves its tensor by one element i
 from __future__ import annotations
 
 import math
-from typing import Any, Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 
 DTYPES = {
-    "i1": torch.bool, "i8": torch.int8, "ui8": torch.uint8, "i16": torch.int16, "i32": torch.int32,
-    "i64": torch.int64, "f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32,
-}  # fmt: skip
+    "i1": torch.bool,
+    "i8": torch.int8,
+    "ui8": torch.uint8,
+    "i16": torch.int16,
+    "i32": torch.int32,
+    "i64": torch.int64,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "f32": torch.float32,
+}
 ELEMENTS = {dtype: element for element, dtype in DTYPES.items()}
 ITEM_BYTES = {element: dtype.itemsize for element, dtype in DTYPES.items()}
 
@@ -42,11 +50,11 @@ class Storage:
         self._views: dict[str, torch.Tensor] = {}
 
     @classmethod
-    def poisoned(cls, size: int, name: str, space: str) -> "Storage":
+    def poisoned(cls, size: int, name: str, space: str) -> Storage:
         return cls(torch.full((size,), POISON, dtype=torch.uint8), name, space)
 
     @classmethod
-    def of_tensor(cls, tensor: torch.Tensor, name: str) -> "Storage":
+    def of_tensor(cls, tensor: torch.Tensor, name: str) -> Storage:
         """All bytes of the tensor's storage, shared with it."""
         return cls(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()), name, "gm")
 
@@ -105,14 +113,14 @@ class MemRef:
         """Size of the elements, without gaps."""
         return (self.count + 7) // 8 if self.is_packed else self.count * ITEM_BYTES[self.element]
 
-    def derived(self, key: Hashable, make: Callable[[], "MemRef"]) -> "MemRef":
+    def derived(self, key: Hashable, make: Callable[[], MemRef]) -> MemRef:
         """The view under this key, made at the first call."""
         view = self._derived.get(key)
         if view is None:
             view = self._derived[key] = make()
         return view
 
-    def with_layout(self, offset: int, sizes: Sequence[int], strides: Sequence[int]) -> "MemRef":
+    def with_layout(self, offset: int, sizes: Sequence[int], strides: Sequence[int]) -> MemRef:
         return MemRef(self.storage, self.element, offset, sizes, strides, self.base)
 
     # -- data
@@ -147,7 +155,7 @@ class MemRef:
     def _span(self) -> tuple[int, int]:
         """First and last position that the view touches."""
         low = high = self.offset
-        for size, stride in zip(self.sizes, self.strides):
+        for size, stride in zip(self.sizes, self.strides, strict=True):
             if stride >= 0:
                 high += (size - 1) * stride
             else:
@@ -160,8 +168,9 @@ class MemRef:
         low, high = self._span()
         if low < 0 or high >= available:
             raise OutOfBounds(
-                f"{self.storage.name}: elements {low} to {high} of a memory of {available} {self.element} "
-                f"(view of sizes {list(self.sizes)}, strides {list(self.strides)}, offset {self.offset})"
+                f"{self.storage.name}: elements {low} to {high} of a memory of {available} "
+                f"{self.element} (view of sizes {list(self.sizes)}, strides {list(self.strides)}, "
+                f"offset {self.offset})"
             )
 
     def _bit_positions(self) -> torch.Tensor:
@@ -170,7 +179,11 @@ class MemRef:
 
     def _unpack(self) -> torch.Tensor:
         position = self._bit_positions()
-        return (self.storage.bytes[position // 8] >> (position % 8).to(torch.uint8)).bitwise_and(1).bool()
+        return (
+            (self.storage.bytes[position // 8] >> (position % 8).to(torch.uint8))
+            .bitwise_and(1)
+            .bool()
+        )
 
     def _pack(self, value: torch.Tensor) -> None:
         position = self._bit_positions().flatten()
@@ -188,7 +201,7 @@ class MemRef:
 def grid(sizes: Sequence[int], strides: Sequence[Any], offset: Any = 0) -> torch.Tensor:
     """offset + sum of index * stride, for every index: int64, of shape `sizes`."""
     total = torch.full(tuple(sizes), offset, dtype=torch.int64)
-    for dim, (size, stride) in enumerate(zip(sizes, strides)):
+    for dim, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
         shape = [1] * len(sizes)
         shape[dim] = size
         total = total + (torch.arange(size) * stride).view(shape)

@@ -15,8 +15,8 @@ import functools
 import math
 import re
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Iterator
 
 from .tools import find_tool
 
@@ -32,13 +32,13 @@ class Value:
     name: str
     type: str
     slot: int
-    producer: "Op | None" = None  # None for a block argument
+    producer: Op | None = None  # None for a block argument
 
 
 @dataclass(eq=False, slots=True)
 class Block:
     arguments: list[Value] = field(default_factory=list)
-    ops: list["Op"] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
@@ -62,7 +62,7 @@ class Op:
         return self.results[0]
 
     def segments(self) -> list[list[Value]]:
-        """The operands in their groups (inputs, outputs, temporaries, ...); one group without sizes."""
+        """The operands in their groups: inputs, outputs, temporaries, ... One if none are given."""
         if "operandSegmentSizes" not in self.properties:
             return [self.operands]
         groups, start = [], 0
@@ -71,7 +71,7 @@ class Op:
             start += size
         return groups
 
-    def walk(self) -> Iterator["Op"]:
+    def walk(self) -> Iterator[Op]:
         """This op and all ops inside, in program order."""
         yield self
         for region in self.regions:
@@ -121,7 +121,12 @@ class Module:
 @functools.lru_cache(maxsize=64)
 def read_module(text: str) -> Module:
     """Read a module in any MLIR syntax (cached). Raises MlirError or MissingTool."""
-    command = [find_tool("bishengir-opt"), "-", "--mlir-print-op-generic", "--mlir-print-local-scope"]
+    command = [
+        find_tool("bishengir-opt"),
+        "-",
+        "--mlir-print-op-generic",
+        "--mlir-print-local-scope",
+    ]
     run = subprocess.run(command, input=text, capture_output=True, text=True)
     if run.returncode != 0:
         raise MlirError(f"bishengir-opt cannot read the module: {run.stderr.strip()[:500]}")
@@ -173,7 +178,9 @@ class _Reader:
     def expect(self, token: str) -> None:
         if not self.accept(token):
             line = self.text.count("\n", 0, self.at) + 1
-            raise MlirError(f"line {line}: expected {token!r} at {self.text[self.at : self.at + 60]!r}")
+            raise MlirError(
+                f"line {line}: expected {token!r} at {self.text[self.at : self.at + 60]!r}"
+            )
 
     def match(self, pattern: re.Pattern) -> str:
         self.skip()
@@ -253,7 +260,7 @@ class _Reader:
         types = split_top_level(self.bracketed()[1:-1]) if self.peek("(") else [self.type()]
         if len(types) != len(results):
             raise MlirError(f"{name}: {len(results)} results, {len(types)} types")
-        op.results = [self.define(result, type_, op) for result, type_ in zip(results, types)]
+        op.results = [self.define(*pair, op) for pair in zip(results, types, strict=True)]
         if is_func:
             op.attributes["slots"] = str(self.slots)
         return op
@@ -349,9 +356,20 @@ def enum_word(text: str) -> str:
 
 # Bits of each element type. An i1 is a bit in the Unified Buffer.
 ELEMENT_BITS = {
-    "i1": 1, "i8": 8, "ui8": 8, "f8E4M3FN": 8, "f8E5M2": 8, "i16": 16, "f16": 16, "bf16": 16,
-    "i32": 32, "f32": 32, "i64": 64, "f64": 64, "index": 64,
-}  # fmt: skip
+    "i1": 1,
+    "i8": 8,
+    "ui8": 8,
+    "f8E4M3FN": 8,
+    "f8E5M2": 8,
+    "i16": 16,
+    "f16": 16,
+    "bf16": 16,
+    "i32": 32,
+    "f32": 32,
+    "i64": 64,
+    "f64": 64,
+    "index": 64,
+}
 
 DYNAMIC = -(2**63)  # how MLIR writes "only known at run time" in an array of sizes
 

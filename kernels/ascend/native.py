@@ -14,28 +14,46 @@ import platform
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Callable, Sequence
-
-import torch
+from typing import Any
 
 from .interpreter import MAX_PROGRAMS
 from .toolchain import Lowered
 from .tools import find_llvm_tool, find_tool
 
 _BUFFERIZE = [
-    "--linalg-generalize-named-ops", "--convert-elementwise-to-linalg", "--empty-tensor-to-alloc-tensor",
-    "--one-shot-bufferize=allow-return-allocs-from-loops=true allow-unknown-ops=true", "--canonicalize", "--cse",
+    "--linalg-generalize-named-ops",
+    "--convert-elementwise-to-linalg",
+    "--empty-tensor-to-alloc-tensor",
+    "--one-shot-bufferize=allow-return-allocs-from-loops=true allow-unknown-ops=true",
+    "--canonicalize",
+    "--cse",
     # Without these every call would leak its tiles.
-    "--ownership-based-buffer-deallocation", "--canonicalize", "--buffer-deallocation-simplification",
-    "--bufferization-lower-deallocations", "--cse", "--canonicalize",
-]  # fmt: skip
+    "--ownership-based-buffer-deallocation",
+    "--canonicalize",
+    "--buffer-deallocation-simplification",
+    "--bufferization-lower-deallocations",
+    "--cse",
+    "--canonicalize",
+]
 _TO_LLVM = [
-    "--convert-linalg-to-loops", "--memref-expand", "--expand-strided-metadata", "--lower-affine",
-    "--convert-scf-to-cf", "--arith-expand=include-bf16=true", "--convert-math-to-llvm", "--convert-math-to-libm",
-    "--convert-arith-to-llvm", "--convert-index-to-llvm", "--finalize-memref-to-llvm", "--convert-func-to-llvm",
-    "--convert-cf-to-llvm", "--convert-arith-to-llvm", "--reconcile-unrealized-casts",
-]  # fmt: skip
+    "--convert-linalg-to-loops",
+    "--memref-expand",
+    "--expand-strided-metadata",
+    "--lower-affine",
+    "--convert-scf-to-cf",
+    "--arith-expand=include-bf16=true",
+    "--convert-math-to-llvm",
+    "--convert-math-to-libm",
+    "--convert-arith-to-llvm",
+    "--convert-index-to-llvm",
+    "--finalize-memref-to-llvm",
+    "--convert-func-to-llvm",
+    "--convert-cf-to-llvm",
+    "--convert-arith-to-llvm",
+    "--reconcile-unrealized-casts",
+]
 # Full unrolling of the tile loops makes LLVM slow, and gains nothing in a test.
 _OPTIMIZE = ["-O2", "-unroll-max-count=1", "-unroll-full-max-count=0", "-mcpu=native"]
 
@@ -48,9 +66,14 @@ float __hmf_roundf(float x) { return roundf(x); }
 """
 
 _SCALARS = {
-    "i1": ctypes.c_int8, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "i32": ctypes.c_int32, "i64": ctypes.c_int64,
-    "fp32": ctypes.c_float, "f32": ctypes.c_float,
-}  # fmt: skip
+    "i1": ctypes.c_int8,
+    "i8": ctypes.c_int8,
+    "i16": ctypes.c_int16,
+    "i32": ctypes.c_int32,
+    "i64": ctypes.c_int64,
+    "fp32": ctypes.c_float,
+    "f32": ctypes.c_float,
+}
 
 
 class NativeBuildError(RuntimeError):
@@ -76,9 +99,11 @@ class NativeKernel:
             raise TypeError(f"{self.name} takes {len(self._types)} arguments, got {len(args)}")
         sizes = [int(size) for size in grid] + [1] * (3 - len(grid))
         if len(sizes) != 3 or not 0 < math.prod(sizes) <= MAX_PROGRAMS:
-            raise ValueError(f"grid {tuple(grid)}: one to three sizes, 1 to {MAX_PROGRAMS} programs")
+            raise ValueError(
+                f"grid {tuple(grid)}: one to three sizes, 1 to {MAX_PROGRAMS} programs"
+            )
         values = _memref(0) + _memref(0)  # the lock and the workspace: Linalg code uses neither
-        for type_, arg in zip(self._types, args):
+        for type_, arg in zip(self._types, args, strict=True):
             if type_.startswith("*"):
                 values += _memref(arg.data_ptr())
             else:
@@ -111,11 +136,24 @@ def _build(linalg: str, name: str) -> tuple[Callable[..., None], Any]:
     llvm_dialect = _drop_ascend_attributes(_run([mlir_opt, "-", *_TO_LLVM], buffers))
     llvm_ir = _run([translate, "--mlir-to-llvmir", "-"], llvm_dialect)
     directory = tempfile.TemporaryDirectory(prefix="ascend-ln-fuse-")
-    bitcode, kernel, shim, library = (str(Path(directory.name) / n) for n in ("k.bc", "k.o", "shim.c", "k.so"))
+    bitcode, kernel, shim, library = (
+        str(Path(directory.name) / n) for n in ("k.bc", "k.o", "shim.c", "k.so")
+    )
     Path(shim).write_text(_LIBDEVICE)
     triple = f"-mtriple={platform.machine()}-linux-gnu"
     _run([opt, *_OPTIMIZE, triple, "-", "-o", bitcode], llvm_ir)
-    _run([llc, "-O2", "-mcpu=native", "-relocation-model=pic", "-filetype=obj", bitcode, "-o", kernel])
+    _run(
+        [
+            llc,
+            "-O2",
+            "-mcpu=native",
+            "-relocation-model=pic",
+            "-filetype=obj",
+            bitcode,
+            "-o",
+            kernel,
+        ]
+    )
     _run([gcc, "-O2", "-shared", "-fPIC", "-o", library, kernel, shim, "-lm", "-Wl,--no-undefined"])
     function = getattr(ctypes.CDLL(library), name)
     function.restype = None

@@ -6,7 +6,8 @@ function of the core that runs it. Steps read and write `core.registers`, one sl
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 from .memory import InterpreterError
 from .mlir import Block, Op
@@ -60,13 +61,15 @@ def prepare_block(block: Block) -> tuple[Step, list[int]]:
         raise UnknownOp(f"the interpreter does not know the terminator {last.name}")
 
     def run(core: Any) -> None:
-        op = last
+        running = last
         try:
             for op, step in pairs:
+                running = op
                 step(core)
         except InterpreterError as error:
-            if not getattr(error, "__notes__", None):
-                error.add_note(f"at {op.name} ({', '.join(v.type for v in op.operands)})")
+            if not getattr(error, "__notes__", None):  # the innermost block knows best
+                types = ", ".join(operand.type for operand in running.operands)
+                error.add_note(f"at {running.name} ({types})")
             raise
 
     return run, [operand.slot for operand in last.operands]

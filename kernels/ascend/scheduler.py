@@ -7,7 +7,8 @@ a flag that is not set. So the order is the same in every run, and a deadlock is
 from __future__ import annotations
 
 import threading
-from typing import Any, Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from .memory import InterpreterError
 
@@ -67,13 +68,15 @@ class _Task:
 
 
 def run_together(cores: Sequence[tuple[Any, Callable[[], None]]]) -> None:
-    """Run every core's function to its end. Raises its error, or InterpreterError for a deadlock."""
+    """Run every core's function to its end. Raises its error; InterpreterError for a deadlock."""
     tasks = [_Task(core, work) for core, work in cores]
     try:
         while live := [task for task in tasks if not task.done]:
             ready = [task for task in live if task.is_ready]
             if not ready:
-                waits = "; ".join(f"{t.core.func.name}[{t.core.sub_block}] for {t.waits_for}" for t in live)
+                waits = "; ".join(
+                    f"{t.core.func.name}[{t.core.sub_block}] for {t.waits_for}" for t in live
+                )
                 raise InterpreterError(f"deadlock: {waits}")
             ready[0].turn()
     finally:

@@ -22,11 +22,19 @@ import re
 import signal
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any
 
 from .mlir import Module, Op, is_memref, memref_type, read_module
-from .tools import MissingTool, Outcome, ToolchainError, compiler_environment, find_tool, require_triton_ascend
+from .tools import (
+    MissingTool,
+    Outcome,
+    ToolchainError,
+    compiler_environment,
+    find_tool,
+    require_triton_ascend,
+)
 
 DEFAULT_SOC = "Ascend910B3"
 DEFAULT_TIMEOUT_S = 300.0
@@ -34,6 +42,7 @@ DEFAULT_TIMEOUT_S = 300.0
 # The module printed in front of this pass is "the final HIVM module": memory is planned, flags are
 # set, cube and vector code are apart, and what follows only turns each op into a library call.
 FINAL_PASS = "convert-hivm-to-std"
+
 
 @dataclasses.dataclass(frozen=True)
 class Overflow:
@@ -45,8 +54,8 @@ class Overflow:
 
     def __str__(self) -> str:
         return (
-            f"{self.space} overflow: {self.bits_needed} bits ({self.bits_needed // 8} bytes) needed, "
-            f"{self.bits_available} bits ({self.bits_available // 8} bytes) available"
+            f"{self.space} overflow: {self.bits_needed} bits ({self.bits_needed // 8} bytes) "
+            f"needed, {self.bits_available} bits ({self.bits_available // 8} bytes) available"
         )
 
 
@@ -87,7 +96,7 @@ class Planned:
         """The compiler made a module, with or without double buffering."""
         return self.outcome in (Outcome.PASSED, Outcome.DEGRADED)
 
-    def require(self) -> "Planned":
+    def require(self) -> Planned:
         """Itself if `ok`, else a ToolchainError with the compiler's message."""
         if not self.ok:
             raise ToolchainError(self.outcome, f"{self.name} for {self.soc}: {self.message}")
@@ -103,8 +112,13 @@ GENERATIONS = {
     "A5": ("Ascend950PR_9579", "Ascend950PR_9589", "Ascend950PR_9599"),
 }
 # For callers that care about the generation only. A2 and A3 plan memory alike.
-ALIASES = {"A2": DEFAULT_SOC, "910_93xx": "Ascend910_9382", "A3": "Ascend910_9382",
-           "950PR": "Ascend950PR_9589", "A5": "Ascend950PR_9589"}  # fmt: skip
+ALIASES = {
+    "A2": DEFAULT_SOC,
+    "910_93xx": "Ascend910_9382",
+    "A3": "Ascend910_9382",
+    "950PR": "Ascend950PR_9589",
+    "A5": "Ascend950PR_9589",
+}
 
 
 def resolve_soc(soc: str) -> str:
@@ -134,12 +148,12 @@ def lower(
 ) -> Lowered:
     """Lower a `triton.jit` function to TTIR and Linalg for a SoC.
 
-    signature: every run-time parameter's Triton type, {"x_ptr": "*bf16", "n": "i32", "eps": "fp32"}.
+    signature: types of the run-time parameters, {"x_ptr": "*bf16", "n": "i32", "eps": "fp32"}.
     constants: values of the constexpr parameters, if it has any.
     options: of triton-ascend, such as enable_nd2nz_on_vector; an unknown one raises KeyError.
 
     The function's source must be readable by `inspect`: a file, or text registered in `linecache`.
-    Raises MissingTool, or ToolchainError with outcome UNSUPPORTED (refused with a message) or CRASH.
+    Raises MissingTool, or ToolchainError with outcome UNSUPPORTED (refused) or CRASH.
     """
     soc = resolve_soc(soc)
     require_triton_ascend()
@@ -170,11 +184,17 @@ def lower(
     except subprocess.CalledProcessError as error:
         stderr = (error.stderr or b"").decode(errors="replace")
         crashed = error.returncode < 0  # ended by a signal: an assertion or a segmentation fault
-        detail = f"ended by {signal.Signals(-error.returncode).name}" if crashed else _first_error(stderr)
+        detail = (
+            f"ended by {signal.Signals(-error.returncode).name}"
+            if crashed
+            else _first_error(stderr)
+        )
         outcome = Outcome.CRASH if crashed else Outcome.UNSUPPORTED
         raise ToolchainError(outcome, f"{name}: triton-adapter-opt: {detail}") from error
     mix_mode = re.search(r'mix_mode\s*=\s*"([^"]+)"', linalg)
-    return Lowered(name, ttir, linalg, mix_mode.group(1) if mix_mode else "aiv", soc, dict(signature))
+    return Lowered(
+        name, ttir, linalg, mix_mode.group(1) if mix_mode else "aiv", soc, dict(signature)
+    )
 
 
 def _first_error(text: str) -> str:
@@ -224,7 +244,9 @@ def compile_planned(
         return Planned(lowered.name, soc, Outcome.MISSING_TOOL, error.message)
 
 
-def _compile_once(lowered: Lowered, soc: str, multibuffer: bool, timeout: float, extra: tuple[str, ...]) -> Planned:
+def _compile_once(
+    lowered: Lowered, soc: str, multibuffer: bool, timeout: float, extra: tuple[str, ...]
+) -> Planned:
     """One run of bishengir-compile in a directory of its own."""
     is_a5 = generation(soc) == "A5"
     result = functools.partial(Planned, lowered.name, soc)
@@ -234,19 +256,33 @@ def _compile_once(lowered: Lowered, soc: str, multibuffer: bool, timeout: float,
         # The attribute is triton-ascend's own; bishengir-compile refuses it.
         source.write_text(re.sub(r', mix_mode\s*=\s*"[^"]*"', "", lowered.linalg))
         command = [
-            tool, str(source), "-o", str(Path(directory) / "kernel.o"),
-            f"--target={soc}", f"--enable-auto-multi-buffer={multibuffer}",
-            "--enable-auto-bind-sub-block=True", "--enable-hfusion-compile=true",
-            "--enable-triton-kernel-compile=true", "--mlir-disable-threading",
-        ]  # fmt: skip
+            tool,
+            str(source),
+            "-o",
+            str(Path(directory) / "kernel.o"),
+            f"--target={soc}",
+            f"--enable-auto-multi-buffer={multibuffer}",
+            "--enable-auto-bind-sub-block=True",
+            "--enable-hfusion-compile=true",
+            "--enable-triton-kernel-compile=true",
+            "--mlir-disable-threading",
+        ]
         if is_a5:
             command += ["--enable-print-memory-allocated-size"]
         else:
-            command += ["--enable-hivm-compile=true", "--mlir-print-ir-module-scope",
-                        f"--mlir-print-ir-before={FINAL_PASS}"]  # fmt: skip
+            command += [
+                "--enable-hivm-compile=true",
+                "--mlir-print-ir-module-scope",
+                f"--mlir-print-ir-before={FINAL_PASS}",
+            ]
         try:
             run = subprocess.run(
-                [*command, *extra], capture_output=True, text=True, timeout=timeout, env=compiler_environment(), cwd=directory
+                [*command, *extra],
+                capture_output=True,
+                text=True,
+                timeout=timeout,
+                env=compiler_environment(),
+                cwd=directory,
             )
         except subprocess.TimeoutExpired:
             return result(Outcome.TIMEOUT, f"no result after {timeout:g} s")
@@ -273,7 +309,9 @@ def _failure(result: Any, returncode: int, output: str) -> Planned:
     """The outcome of a run that failed. Earlier tries report too: the last overflow counts."""
     overflows = _OVERFLOW.findall(output)
     if returncode < 0:
-        return result(Outcome.CRASH, f"bishengir-compile ended by {signal.Signals(-returncode).name}")
+        return result(
+            Outcome.CRASH, f"bishengir-compile ended by {signal.Signals(-returncode).name}"
+        )
     if overflows:
         space, needed, available = overflows[-1]
         overflow = Overflow(space, int(needed), int(available))
@@ -324,6 +362,8 @@ def plan(
 ) -> Planned:
     """`lower`, then `compile_planned`; every failure is an outcome, none an exception."""
     try:
-        return compile_planned(lower(fn, signature, constants, soc, **options), soc, multibuffer, timeout)
+        return compile_planned(
+            lower(fn, signature, constants, soc, **options), soc, multibuffer, timeout
+        )
     except ToolchainError as error:
         return Planned(fn.fn.__name__, resolve_soc(soc), error.outcome, error.message)

@@ -46,9 +46,9 @@ NPUIR_HINT = "pip install ascendnpu-ir (Linux; no NPU and no CANN needed)"
 LLVM_HINT = "apt-get install mlir-19-tools llvm-19 gcc"
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def find_tool(name: str) -> str:
-    """Path of a program of the ascendnpu-ir wheel, such as bishengir-compile. Raises MissingTool."""
+    """Path of a program of the ascendnpu-ir wheel: bishengir-compile, ... Raises MissingTool."""
     spec = importlib.util.find_spec("ascendnpuir")
     if spec is None or spec.origin is None:
         raise MissingTool(f"{name} not found: {NPUIR_HINT}")
@@ -58,7 +58,7 @@ def find_tool(name: str) -> str:
     return str(path)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def find_llvm_tool(name: str) -> str:
     """Path of an LLVM 19 program (mlir-translate, opt, llc) or of gcc. Raises MissingTool."""
     candidates = (f"{name}-19", f"/usr/lib/llvm-19/bin/{name}") if name != "gcc" else ("gcc",)
@@ -74,8 +74,8 @@ def require_triton_ascend() -> None:
         raise MissingTool(f"triton-ascend not found: {TRITON_HINT}")
     if importlib.util.find_spec("triton.backends.ascend") is None:
         raise MissingTool(
-            "the installed triton has no Ascend backend. triton-ascend installs a module of the same "
-            f"name, so it needs an environment of its own: {TRITON_HINT}"
+            "the installed triton has no Ascend backend. triton-ascend installs a module of the "
+            f"same name, so it needs an environment of its own: {TRITON_HINT}"
         )
 
 
@@ -86,13 +86,17 @@ _HIVMC_STUB = """#!/bin/sh
 [ "$1" = --version ] && echo "hivmc {version} ({commit} {date})"
 exit 0
 """
-_VERSION = re.compile(r"bishengir-compile (\d+\.\d+\.\d+) \(.*?\b([0-9a-f]{6,40}) (\d{4}-\d\d-\d\d)\)")
+_VERSION = re.compile(
+    r"bishengir-compile (\d+\.\d+\.\d+) \(.*?\b([0-9a-f]{6,40}) (\d{4}-\d\d-\d\d)\)"
+)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _stub_directory() -> tempfile.TemporaryDirectory:
     """A private directory with the hivmc stub. It is removed when the process ends."""
-    answer = subprocess.run([find_tool("bishengir-compile"), "--version"], capture_output=True, text=True)
+    answer = subprocess.run(
+        [find_tool("bishengir-compile"), "--version"], capture_output=True, text=True
+    )
     found = _VERSION.search(answer.stdout)
     version, commit, date = found.groups() if found else ("1.2.0", "000000", "2026-01-01")
     directory = tempfile.TemporaryDirectory(prefix="ascend-ln-fuse-")

@@ -1,0 +1,409 @@
+"""LayerNorm and RMSNorm written out of primitives, recognised by structure.
+
+A norm is `value * rstd` or `value / std`, where `std` is the root of a mean of squares (plus eps) over the
+last dims. What the mean is of tells which norm: the value itself (RMSNorm), or the value less its mean
+(LayerNorm). The spelling is free: pow, square or x*x; mean, sum/D, var, var_mean or E[x^2]-mean^2; rsqrt,
+1/sqrt, pow(-0.5) or a division; operands in either order; casts anywhere.
+
+Casts inside the statistics are dropped, since the kernel computes them in fp32 whatever the model wrote;
+casts of the value itself are kept, because where a model rounds is part of its meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Node
+
+from ..effects import value_of
+from ..graph import Lens, hint, same, same_shape
+from ..site import Decline, Norm
+
+
+@dataclass
+class _Trail:
+    """The nodes passed on the way; they make up the norm if it is one."""
+
+    nodes: set[Node] = field(default_factory=set)
+
+    def through(self, node: Node) -> Node:
+        self.nodes.add(node)
+        return node
+
+
+@dataclass(frozen=True)
+class _Stat:
+    """A mean of squares over the last `dims` dims of `of` (centred or not)."""
+
+    of: Node
+    centred: bool
+    dims: int
+
+
+class _NoNorm(Exception):
+    """The structure is something else altogether."""
+
+
+def match(lens: Lens, node: Node) -> Iterator[Norm]:
+    """The norm whose last step is `node`, if it is one.
+
+    Raises:
+        Decline: for what only looks like a norm, or one that has no region; the reason names it.
+    """
+    if lens.kind(node) not in ("mul", "div") or len(node.args) != 2 or node.kwargs:
+        return
+    if lens.tensor(node) is None or not lens.tensor(node).is_floating_point():
+        return
+    for value, scale, inverse in _readings(lens, node):
+        try:
+            yield _Matcher(lens, node).norm(value, scale, inverse)
+            return
+        except _NoNorm:
+            continue
+
+
+def _readings(lens: Lens, node: Node):
+    """(value, scale, whether scale is 1/std) for each way to read the node."""
+    a, b = node.args
+    if not isinstance(a, Node) or not isinstance(b, Node):
+        return
+    if lens.kind(node) == "mul":
+        yield a, b, True
+        yield b, a, True
+    else:
+        yield a, b, False
+
+
+class _Matcher:
+    def __init__(self, lens: Lens, out: Node):
+        self.lens, self.out, self.trail = lens, out, _Trail({out})
+
+    def norm(self, value: Node, scale: Node, inverse: bool) -> Norm:
+        # Cheap refusal first: this runs on every product of the graph.
+        if lens_rank(self.lens, scale) != lens_rank(self.lens, value) or \
+                lens_rank(self.lens, value) < 1:
+            raise _NoNorm
+        squared = self._rstd(scale) if inverse else self._std(scale, value)
+        stat, eps = self._with_eps(squared)
+        shape = self._normal_shape(stat)
+        source = self._source(value, stat)
+        norm = Norm("layer_norm" if stat.centred else "rms_norm", source, None, None, eps, shape,
+                    self.out, frozenset(self.trail.nodes), self.lens.tensor(self.out).dtype,
+                    "handwritten layer_norm" if stat.centred else "handwritten rms_norm")
+        self._check(norm)
+        return norm
+
+    # rstd and std
+
+    def _rstd(self, node: Node) -> Node:
+        """The variance of which `node` is the inverse root."""
+        node = self._uncast(node)
+        word, args = self.lens.kind(node), node.args
+        if word == "rsqrt":
+            return self._step(node, args[0])
+        if word == "pow" and len(args) == 2 and args[1] == -0.5:
+            return self._step(node, args[0])
+        if word == "reciprocal":
+            return self._std(self._step(node, args[0]))
+        if word == "div" and len(args) == 2 and _is_one(args[0]):
+            return self._std(self._step(node, args[1]))
+        if word == "pow" and len(args) == 2 and args[1] in (-1, -1.0):
+            return self._std(self._step(node, args[0]))
+        raise _NoNorm
+
+    def _std(self, node: Node, value: Node | None = None) -> Node:
+        """The variance of which `node` is the root."""
+        node = self._uncast(node)
+        word, args = self.lens.kind(node), node.args
+        if word == "sqrt" or (word == "pow" and len(args) == 2 and args[1] == 0.5):
+            return self._step(node, args[0])
+        if word == "std":
+            return node  # its own statistic
+        if word == "add" and value is not None:
+            self._decline_eps_on_std(node, value)
+        raise _NoNorm
+
+    def _decline_eps_on_std(self, node: Node, value: Node) -> None:
+        """`(x - mean) / (std + eps)` is no LayerNorm."""
+        for arg in node.args:
+            if isinstance(arg, Node) and self.lens.kind(self._uncast(arg)) in ("std", "sqrt"):
+                try:
+                    variance = self._std(arg)
+                    self._statistic(variance)
+                except _NoNorm:
+                    continue
+                raise Decline("eps is added to the standard deviation, not to the variance",
+                              self.out)
+
+    def _with_eps(self, node: Node) -> tuple[_Stat, float | Node]:
+        """The statistic and the eps of `stat + eps`."""
+        node = self._uncast(node)
+        if self.lens.kind(node) == "add" and len(node.args) == 2 and not node.kwargs:
+            for a, b in (node.args, node.args[::-1]):
+                if isinstance(a, Node) and self._is_scalar(b):
+                    return self._statistic(self._step(node, a)), b
+        return self._statistic(node), 0.0
+
+    def _is_scalar(self, eps) -> bool:
+        if isinstance(eps, (int, float)):
+            return not isinstance(eps, bool)
+        if not isinstance(eps, Node):
+            return False
+        fake = self.lens.tensor(eps)
+        if fake is None:
+            return isinstance(value_of(eps), (torch.SymFloat, torch.SymInt, float, int))
+        return fake.dim() == 0
+
+    # The statistic
+
+    def _statistic(self, node: Node) -> _Stat:
+        node = self._kept(self._uncast(node))
+        word = self.lens.kind(node)
+        if word in ("var", "std"):
+            return self._variance(node, node)
+        if word == "getitem" and self.lens.kind(node.args[0]) == "var_mean" and node.args[1] == 0:
+            self.trail.through(node)
+            return self._variance(node.args[0], node)
+        if word == "sub":
+            return self._moments(node)
+        squares, dims = self._mean(node)
+        base = self._square(squares)
+        centred = self._centred(base, dims)
+        if centred is None:
+            return _Stat(base, False, dims)
+        return _Stat(centred, True, dims)
+
+    def _variance(self, call: Node, result: Node) -> _Stat:
+        """`var`, `std` or `var_mean` of the value."""
+        bound = dict(zip(("input", "dim"), call.args)) | dict(call.kwargs)
+        rest = call.args[2:]
+        unbiased = bound.get("unbiased", rest[0] if rest and isinstance(rest[0], bool) else None)
+        correction = bound.get("correction", None if unbiased is None else int(unbiased))
+        if "dim" not in bound or isinstance(bound["dim"], bool):
+            raise _NoNorm
+        dims = self._last_dims(bound["dim"], bound["input"])
+        if not self._keeps_rank(result, bound["input"]):
+            raise _NoNorm
+        if correction != 0:
+            raise Decline("the variance is unbiased (divided by D-1); LayerNorm's is biased", self.out)
+        self.trail.through(call)
+        return _Stat(bound["input"], True, dims)
+
+    def _moments(self, node: Node) -> _Stat:
+        """E[x^2] - E[x]^2."""
+        if len(node.args) != 2 or not all(isinstance(a, Node) for a in node.args):
+            raise _NoNorm
+        first, second = node.args
+        self.trail.through(node)
+        squares, dims = self._mean(self._uncast(first))
+        base = self._square(squares)
+        mean = self._square(self._uncast(second))
+        of, other = self._mean(self._uncast(mean))
+        if other != dims or not self._equal(of, base):
+            raise _NoNorm
+        return _Stat(base, True, dims)
+
+    def _mean(self, node: Node) -> tuple[Node, int]:
+        """(what `node` is the mean of, over how many last dims)."""
+        node = self._kept(self._uncast(node))
+        word, args = self.lens.kind(node), node.args
+        if word == "mean":
+            return self._reduced(node)
+        if word in ("div", "mul") and len(args) == 2 and isinstance(args[0], Node):
+            total = self._kept(args[0])
+            if self.lens.kind(total) == "sum":
+                of, dims = self._reduced(total)
+                count = 1
+                for size in self.lens.tensor(of).shape[-dims:]:
+                    count = count * size
+                if not self._counts(args[1], count, word):
+                    raise _NoNorm
+                self.trail.through(node)
+                return of, dims
+        raise _NoNorm
+
+    def _counts(self, factor, count, word: str) -> bool:
+        if isinstance(factor, Node):
+            factor = value_of(factor)
+        if word == "div":
+            return isinstance(factor, (int, float, torch.SymInt)) and not isinstance(factor, bool) \
+                and (factor == count if isinstance(factor, float) else same(factor, count))
+        return isinstance(factor, float) and isinstance(count, int) and factor == 1.0 / count
+
+    def _reduced(self, node: Node) -> tuple[Node, int]:
+        bound = dict(zip(("input", "dim", "keepdim"), node.args)) | dict(node.kwargs)
+        if "dim" not in bound or bound.get("dtype") not in (None, torch.float32, torch.float64):
+            raise _NoNorm
+        dims = self._last_dims(bound["dim"], bound["input"])
+        if not self._keeps_rank(node, bound["input"]):
+            raise _NoNorm
+        self.trail.through(node)
+        return bound["input"], dims
+
+    def _last_dims(self, dim, value: Node) -> int:
+        fake = self.lens.tensor(value)
+        if fake is None:
+            raise _NoNorm
+        rank = fake.dim()
+        dims = [dim] if isinstance(dim, int) else list(dim) if isinstance(dim, (tuple, list)) else []
+        if not dims or not all(isinstance(d, int) for d in dims):
+            raise _NoNorm
+        places = sorted(d % rank for d in dims)
+        if places != list(range(rank - len(places), rank)):
+            raise Decline(f"normalises dim {', '.join(map(str, dims))} of {rank}, not the last",
+                          self.out)
+        return len(places)
+
+    def _keeps_rank(self, reduced: Node, value: Node) -> bool:
+        """Whether the statistic reaches its use with the value's rank: keepdim, or an unsqueeze."""
+        fake = self.lens.tensor(reduced)
+        if fake is None:
+            return False
+        return fake.dim() == self.lens.tensor(value).dim() or reduced in self._unsqueezed
+
+    @property
+    def _unsqueezed(self) -> set[Node]:
+        return getattr(self, "_unsqueezed_nodes", set())
+
+    def _kept(self, node: Node) -> Node:
+        """Below an `unsqueeze(-1)` or `[..., None]` that restores a reduced dim."""
+        word = self.lens.kind(node)
+        restores = (word == "unsqueeze" and len(node.args) == 2 and
+                    node.args[1] in (-1, self.lens.tensor(node).dim() - 1)) or \
+            (word == "getitem" and node.args[1] == (Ellipsis, None))
+        if not restores:
+            return node
+        self.trail.through(node)
+        inner = self._uncast(node.args[0])
+        self._unsqueezed_nodes = self._unsqueezed | {inner}
+        return inner
+
+    def _square(self, node: Node) -> Node:
+        """x of x^2."""
+        node = self._uncast(node)
+        word, args = self.lens.kind(node), node.args
+        if word == "square" or (word == "pow" and len(args) == 2 and args[1] in (2, 2.0)):
+            return self._step(node, args[0])
+        if word == "mul" and len(args) == 2 and isinstance(args[0], Node) and \
+                isinstance(args[1], Node) and self._equal(args[0], args[1]):
+            return self._step(node, args[0])
+        raise _NoNorm
+
+    # The value
+
+    def _centred(self, node: Node, dims: int) -> Node | None:
+        """x of x - mean(x), or None when `node` is something else."""
+        node = self._uncast(node)
+        if self.lens.kind(node) != "sub" or len(node.args) != 2 or node.kwargs or \
+                not all(isinstance(arg, Node) for arg in node.args):
+            return None
+        before = set(self.trail.nodes)
+        try:
+            of, over = self._mean_of(node.args[1])
+        except (_NoNorm, Decline):
+            self.trail.nodes = before
+            return None
+        if over != dims or not self._equal(of, node.args[0]):
+            self.trail.nodes = before
+            return None
+        self.trail.through(node)
+        return node.args[0]
+
+    def _mean_of(self, node: Node) -> tuple[Node, int]:
+        """As `_mean`, and the mean of `var_mean`."""
+        inner = self._kept(self._uncast(node))
+        if self.lens.kind(inner) == "getitem" and self.lens.kind(inner.args[0]) == "var_mean" and \
+                inner.args[1] == 1:
+            call = inner.args[0]
+            dim = call.kwargs.get("dim", call.args[1] if len(call.args) > 1 else None)
+            self.trail.nodes |= {inner, call}
+            return call.args[0], self._last_dims(dim, call.args[0])
+        return self._mean(node)
+
+    def _source(self, value: Node, stat: _Stat) -> Node:
+        """What is normalised: the node whose value enters the product, uncentred."""
+        if not stat.centred:
+            if not self._equal(value, stat.of):
+                raise _NoNorm
+            return value
+        centred = self._centred(value, stat.dims)
+        if centred is None or not self._equal(centred, stat.of):
+            raise _NoNorm
+        return centred
+
+    def _equal(self, value: Node, other: Node) -> bool:
+        """Whether two nodes hold one value, up to casts that lose nothing of `value`."""
+        mine, theirs = [value], [other]
+        node = value
+        while self.lens.kind(node) == "to" and self._exact_cast(node):
+            node = node.args[0]
+            mine.append(node)
+        node = other
+        while self.lens.kind(node) == "to" and isinstance(node.args[0], Node):
+            node = node.args[0]
+            theirs.append(node)
+        common = next((n for n in theirs if n in mine), None)
+        if common is None:
+            return False
+        # The casts between the common value and the statistic belong to the norm.
+        self.trail.nodes |= set(theirs[:theirs.index(common)]) - set(mine)
+        return True
+
+    def _exact_cast(self, node: Node) -> bool:
+        source, fake = self.lens.tensor(node.args[0]), self.lens.tensor(node)
+        return source is not None and fake is not None and source.is_floating_point() and \
+            torch.promote_types(source.dtype, fake.dtype) == fake.dtype
+
+    # Helpers
+
+    def _uncast(self, node) -> Node:
+        """`node` below its float casts, which join the trail."""
+        if not isinstance(node, Node):
+            raise _NoNorm
+        while self.lens.kind(node) == "to" and isinstance(node.args[0], Node):
+            source = self.lens.tensor(node.args[0])
+            if source is None or not source.is_floating_point():
+                break
+            self.trail.through(node)
+            node = node.args[0]
+        return node
+
+    def _step(self, node: Node, arg) -> Node:
+        if not isinstance(arg, Node):
+            raise _NoNorm
+        self.trail.through(node)
+        return arg
+
+    def _normal_shape(self, stat: _Stat) -> tuple[int, ...]:
+        shape = []
+        for size in self.lens.tensor(stat.of).shape[-stat.dims:]:
+            value = size if isinstance(size, int) else hint(size)
+            if not same(size, value):
+                raise Decline("the normalised size is symbolic", self.out)
+            shape.append(value)
+        return tuple(shape)
+
+    def _check(self, norm: Norm) -> None:
+        lens = self.lens
+        if not same_shape(lens.tensor(norm.value).shape, lens.tensor(norm.out).shape):
+            raise Decline("the norm's result has another shape than its input", norm.out)
+        if isinstance(norm.eps, Node) and lens.tensor(norm.eps) is not None:
+            raise Decline("eps is a tensor on the device", norm.out)
+        interior = set(norm.interior)
+        for node in norm.interior - {norm.out}:
+            if lens.segment[node] != lens.segment[norm.out] or lens.is_mutated(node):
+                raise Decline("memory is written, or a mode switched, inside the norm", node)
+            if any(user not in interior for user in node.users):
+                raise Decline("the statistics are read elsewhere too", node)
+
+
+def lens_rank(lens: Lens, node: Node) -> int:
+    """Rank of the tensor that `node` yields; -1 when it yields none."""
+    fake = lens.tensor(node)
+    return -1 if fake is None else fake.dim()
+
+
+def _is_one(value) -> bool:
+    return isinstance(value, (int, float)) and value == 1

@@ -1,0 +1,92 @@
+"""Lint: clean kernels are clean, each defect is found, and by its own rule."""
+
+import pytest
+from ascend_kernels import DTYPES, plan_for, plan_layer_norm, signature
+from ascend_ln_fuse.kernels.ascend.lint import Severity, errors, lint
+from ascend_ln_fuse.kernels.ascend.toolchain import ToolchainError
+
+SIZES = {"BM": 64, "BN": 64, "BK": 64}
+
+
+def rules(planned):
+    return {finding.rule for finding in errors(lint(planned))}
+
+
+def plan_simple(name, sizes, dtype="fp32"):
+    pointers = [part for part in signature(name) if part.endswith("_ptr")]
+    return plan_for(name, {pointer: f"*{dtype}" for pointer in pointers}, sizes)
+
+
+@pytest.mark.parametrize("multibuffer", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_norm_is_clean(dtype, multibuffer):
+    assert lint(plan_layer_norm(dtype, multibuffer=multibuffer)) == []
+
+
+@pytest.mark.parametrize(
+    "name, sizes",
+    [
+        ("layer_norm_by_columns", {"BS": 4, "BC": 1024}),
+        ("rotate_pairs", {"BS": 8, "HALF": 64}),
+        ("in_place", {"BS": 1024}),
+        ("in_place_whole", {"BS": 1024}),
+    ],
+)
+def test_sound_kernels_are_clean(name, sizes):
+    assert lint(plan_simple(name, sizes)) == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_lost_load_of_a_shared_tile_is_found(dtype):
+    """facts/toolchain.md 6.1: ascendnpu-ir 1.2.0 ends well, and one core never loads x."""
+    found = errors(lint(plan_simple("linear_shared", SIZES, dtype)))
+    assert [(f.rule, f.function) for f in found] == [("never-written", "linear_shared_mix_aiv")]
+    found = errors(lint(plan_simple("linear_shared_columns", SIZES, dtype)))
+    assert [(f.rule, f.function) for f in found] == [
+        ("never-written", "linear_shared_columns_mix_aic")
+    ]
+    assert "mmadL1 reads a cbuf buffer" in found[0].message
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_sound_form_of_it_is_clean(dtype):
+    assert lint(plan_simple("linear_sound", SIZES, dtype)) == []
+
+
+def test_any_lost_load_is_found():
+    text = plan_layer_norm("bf16").text
+    loads = [line + "\n" for line in text.splitlines() if "hivm.hir.load" in line]
+    assert len(loads) == 3
+    for load in loads:
+        assert rules(text.replace(load, "", 1)) == {"never-written"}
+
+
+@pytest.mark.parametrize("name, BS", [("reversed_mask", 1024), ("flat_mask", 16)])
+def test_discrete_masks_are_found(name, BS):
+    findings = lint(plan_simple(name, {"BS": BS}))
+    assert [(f.severity, f.rule) for f in findings] == [
+        (Severity.ERROR, "read-modify-write"),
+        (Severity.WARNING, "late-mask"),
+    ]
+
+
+@pytest.mark.parametrize("name", ["divided_index", "running_sum"])
+def test_scalar_loops_are_found(name):
+    assert rules(plan_simple(name, {"BS": 1024})) == {"scalar-loop"}
+
+
+def test_row_loops_are_warned_about():
+    findings = lint(plan_simple("divided_rows", {"BS": 8}))
+    assert not errors(findings) and "row-loop" in {finding.rule for finding in findings}
+
+
+def test_findings_read_well():
+    (finding, *_) = lint(plan_simple("reversed_mask", {"BS": 1024}))
+    assert str(finding).startswith("error: reversed_mask: a masked store became")
+
+
+def test_what_cannot_be_checked_is_refused():
+    with pytest.raises(ToolchainError):
+        lint(plan_layer_norm("bf16", BS=256))
+    with pytest.raises(ValueError, match="A5"):
+        lint("")
