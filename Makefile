@@ -1,33 +1,57 @@
-# make demo and make test do all their set-up themselves, in a .venv of their own.
+# `make demo` and `make test` set up everything themselves, in a .venv of their own.
+
+# The Python that .venv is made from: 3.11 where there is one, because triton-ascend 3.2.0 has no
+# wheels for later ones (the tests that need it are then skipped).
+BASE_PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+# The Python of a machine with a GPU, whose torch and Triton drive it: `make test-gpu`, `make bench`.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 JOBS ?= auto
 
-.PHONY: demo test test-gpu lint bench clean
+.PHONY: demo test test-gpu bench lint setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
-test: $(READY)
-	$(BIN)/ruff check .
+test: lint
 	ASCEND_LN_FUSE_STRICT=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests
-
-# Uses the Python of the machine (PYTHON=...), whose torch and Triton drive its GPU.
-test-gpu:
-	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --no-index --upgrade \
-	    --target build/gpu-site .
-	ASCEND_LN_FUSE_STRICT=1 PYTHONPATH=build/gpu-site $(PYTHON) -m pytest tests/gpu
 
 lint: $(READY)
 	$(BIN)/ruff check .
 
+# The numerics of every kernel shape on an NVIDIA GPU; skipped, with a message, where there is none.
+test-gpu: build/gpu-site
+	ASCEND_LN_FUSE_STRICT=1 PYTHONPATH=build/gpu-site $(PYTHON) -m pytest -rs tests/gpu
+
+bench: build/gpu-site
+	PYTHONPATH=build/gpu-site $(PYTHON) benchmarks/strided_norm.py
+
+# Made anew each time: it must be this checkout.
+.PHONY: build/gpu-site
+build/gpu-site:
+	rm -rf build
+	$(PYTHON) -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation --no-index \
+	    --target $@ .
+
+setup: $(READY)
+
+# Where torch comes as a CUDA build, it brings upstream Triton, which writes into the same folder as
+# triton-ascend: take it out again, and put triton-ascend's own files back.
 $(READY): pyproject.toml requirements.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
-	touch $(READY)
+	@test -n "$(BASE_PYTHON)" || { echo "Python 3.11 or later is needed: make BASE_PYTHON=..."; exit 1; }
+	rm -rf $(VENV)
+	$(BASE_PYTHON) -m venv $(VENV)
+	$(PIP) install -r requirements.txt
+	@if $(PIP) show triton-ascend >/dev/null 2>&1 && $(PIP) show triton >/dev/null 2>&1; then \
+	    $(PIP) uninstall -y triton; \
+	    $(PIP) install --force-reinstall --no-deps "$$(grep -o '^triton-ascend==[^ ;]*' requirements.txt)"; \
+	fi
+	$(PIP) install --no-deps --no-build-isolation -e .
+	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build dist *.egg-info

@@ -40,14 +40,16 @@ def ascend_ln_fuse(gm: GraphModule, example_inputs, *,
     started = time.perf_counter()
     error = None
     sites: list[SiteReport] = []
+    original = gm.graph
     try:
-        graph, sites = fuse_graph(gm.graph, chosen)
+        graph, sites = fuse_graph(original, chosen)
         if graph is not None:
             gm.graph = graph
-            gm.recompile()
     except Exception as failure:
         if strict():
             raise
+        if gm.graph is not original:
+            gm.graph = original
         error = f"{type(failure).__name__}: {failure}"
     with _lock:
         number = next(_graph_numbers)
@@ -94,7 +96,7 @@ def _fused(lens: Lens, site: Site) -> SiteReport:
     return SiteReport(
         status="fused", pattern=site.pattern, where=lens.where(site.anchor), node=site.anchor.name,
         region=site.region.text, device=str(lens.tensor(site.anchor).device),
-        kernels_removed=cost.kernels_removed(site), hidden_kernels=cost.hidden_kernels(site),
+        kernels_removed=cost.kernels_removed(lens, site), hidden_kernels=cost.hidden_kernels(site),
         bytes_before=cost.bytes_before(site), bytes_after=cost.bytes_after(site),
         symbolic=any(not isinstance(n, int) for fake in site.fakes for n in fake.shape),
         source=_source_of(site))

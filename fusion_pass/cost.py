@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch.fx import Node
 
 from .effects import tensors_of, value_of
-from .graph import hint
+from .graph import Lens, hint
 from .hidden import layout_kernels, norm_kernels
 from .kinds import kind
 from .site import Site
@@ -51,9 +51,9 @@ def saved_bytes(site: Site) -> int:
     return bytes_before(site) - bytes_after(site) + 4096 * launches
 
 
-def kernels_removed(site: Site) -> tuple[str, ...]:
+def kernels_removed(lens: Lens, site: Site) -> tuple[str, ...]:
     """The eager ops that disappear, in graph order; views, which launch nothing, are left out."""
-    ordered = [node for node in site.anchor.graph.nodes if node in site.interior]
+    ordered = sorted(site.interior, key=lens.position.__getitem__)
     return tuple(_label(node) for node in ordered if not _is_free(node))
 
 

@@ -13,20 +13,24 @@ from functools import lru_cache
 
 import torch
 from torch.fx import Node
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .kinds import base_name
+from .kinds import base_name, is_foreign
 
 #: Not memory, but ordered like it.
 RANDOM = "random"
 WORLD = "world"
 
-#: Functions that write tensors which their name does not betray: positions of the written arguments.
-_HIDDEN_WRITES = {"batch_norm": (1, 2), "instance_norm": (1, 2), "native_batch_norm": (3, 4)}
+#: Functions that write running statistics, which neither name nor schema betrays. Where among the
+#: arguments they stand differs by spelling: all but the first count as written.
+_STATISTICS = frozenset(("batch_norm", "instance_norm", "native_batch_norm", "cudnn_batch_norm",
+                         "miopen_batch_norm", "_batch_norm_impl_index"))
 #: Substrings of names of ops that draw random numbers (some only with dropout_p > 0: an order too
 #: many costs nothing).
 _RANDOM_WORDS = ("dropout", "rand", "bernoulli", "normal_", "multinomial", "poisson", "exponential_",
-                 "uniform_", "cauchy_", "geometric_", "attention", "rrelu", "gumbel")
-_RANDOM_NAMES = frozenset(("normal",))
+                 "uniform_", "cauchy_", "geometric_", "attention", "rrelu", "gumbel", "fractional_max_pool",
+                 "seed", "rng_state")
+_RANDOM_NAMES = frozenset(("normal", "lstm", "gru", "rnn_tanh", "rnn_relu"))
 #: Calls that switch state which later ops depend on: nothing may move across one.
 _FENCES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode",
            "_exit_inference_mode", "_vmap_increment_nesting", "_vmap_decrement_nesting",
@@ -61,8 +65,10 @@ def tensors_of(value) -> Iterator[torch.Tensor]:
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
-    """A key of the memory behind a fake, valid while the graph is alive; None where it has none
-    (sparse, nested and wrapper subclasses)."""
+    """A key of the memory behind a fake, valid while the graph is alive; None where it has none of
+    its own (sparse, nested and wrapper subclasses)."""
+    if is_traceable_wrapper_subclass(tensor):  # has a storage, which says nothing
+        return None
     try:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
@@ -107,6 +113,10 @@ def effects_of(node: Node) -> Effects:
 
 
 def _draws(node: Node) -> bool:
+    """Whether `node` takes from the random stream, or does what only its author knows: custom ops
+    (which may draw, print, communicate) keep their order too."""
+    if is_foreign(node.target):
+        return True
     if isinstance(node.target, torch._ops.OpOverload):
         return torch.Tag.nondeterministic_seeded in node.target.tags
     name = base_name(node) or ""
@@ -122,48 +132,42 @@ def _nodes_in(arg) -> list[Node]:
 def _written(node: Node) -> list[Node] | None:
     """The nodes whose memory `node` writes; None when that cannot be told."""
     target = node.target
+    name = base_name(node)
+    if name in _STATISTICS:
+        return _nodes_in((node.args[1:], {k: v for k, v in node.kwargs.items() if k != "input"}))
     if isinstance(target, torch._ops.OpOverloadPacket):
         overloads = [getattr(target, name) for name in target.overloads()]
-        if not any(o._schema.is_mutable for o in overloads):
-            return []
-        return node.all_input_nodes
+        return [n for overload in overloads for n in _written_by_schema(node, overload._schema)]
     if isinstance(target, torch._ops.OpOverload):
         return _written_by_schema(node, target._schema)
-    if is_fence(node):
+    if name is None or is_fence(node):
         return None
-    name = base_name(node)
-    if name is None:
-        return None
-    written: list[Node] = []
-    if "out" in node.kwargs:
-        written += _nodes_in(node.kwargs["out"])
+    written = _nodes_in(node.kwargs.get("out"))
     if _writes_first(node, name):
-        written += _nodes_in(node.args[:1])
-    for index in _HIDDEN_WRITES.get(name, ()):
-        written += _nodes_in(node.args[index:index + 1])
-    if name in _HIDDEN_WRITES or name == "embedding":
-        # Running statistics, and embedding(max_norm=...), by keyword.
-        written += _nodes_in([node.kwargs.get(k) for k in ("running_mean", "running_var")])
-        if name == "embedding" and (node.kwargs.get("max_norm") is not None or len(node.args) > 3):
-            written += _nodes_in(node.args[1:2])
+        # Named arguments: any of them may be the one.
+        written += _nodes_in(node.args[:1]) or node.all_input_nodes
+    if name in ("embedding", "embedding_bag") and \
+            (node.kwargs.get("max_norm") is not None or len(node.args) > 3):
+        written += _nodes_in((node.args[1:2], node.kwargs.get("weight")))
     return written
 
 
 def _writes_first(node: Node, name: str) -> bool:
     if name.endswith("_") and not name.endswith("__"):
         return True
-    if node.op == "call_function":
-        module = getattr(node.target, "__module__", None)
-        if module in ("_operator", "operator"):
-            return name in _INPLACE_OPERATORS
-        return _binds_inplace(node)
-    return name in ("__setitem__", "set_data") or \
-        (name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__index__"))
+    if name in _INPLACE_METHODS:
+        return True
+    if node.op == "call_method":
+        return False
+    if getattr(node.target, "__module__", None) in ("_operator", "operator"):
+        return name in _INPLACE_OPERATORS
+    return _binds_inplace(node)
 
 
 _INPLACE_OPERATORS = frozenset(
     "iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor ilshift irshift "
     "setitem delitem".split())
+_INPLACE_METHODS = frozenset(f"__{name}__" for name in _INPLACE_OPERATORS) | {"set_data"}
 
 
 def _binds_inplace(node: Node) -> bool:
@@ -191,6 +195,6 @@ def _written_by_schema(node: Node, schema) -> list[Node]:
             continue
         if argument.name in node.kwargs:
             written += _nodes_in(node.kwargs[argument.name])
-        elif index < len(node.args):
+        elif index < len(node.args) and not argument.kwarg_only:
             written += _nodes_in(node.args[index])
     return written

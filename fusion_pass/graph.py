@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Collection
 
 import networkx as nx
 import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .effects import (
+    RANDOM,
     WORLD,
     effects_of,
     is_fence,
@@ -80,9 +83,11 @@ class Lens:
         return self._kinds[node]
 
     def tensor(self, node) -> torch.Tensor | None:
-        """The one tensor that `node` yields, or None."""
+        """The one plain tensor that `node` yields, or None (also for sparse and wrapper subclasses)."""
         value = value_of(node) if isinstance(node, Node) else None
-        return value if isinstance(value, torch.Tensor) else None
+        plain = isinstance(value, torch.Tensor) and value.layout is torch.strided and \
+            not is_traceable_wrapper_subclass(value)
+        return value if plain else None
 
     def users(self, node: Node) -> list[Node]:
         return list(node.users)
@@ -108,6 +113,19 @@ class Lens:
         """Whether any node of the graph writes the memory that `node` yields."""
         return any(storage_key(t) in self.written for t in tensors_of(value_of(node)))
 
+    def leads_into(self, node: Node, targets: Collection[Node]) -> bool:
+        """Whether some target must come after `node`. Looks no further than the last target."""
+        places = {self.position[target] for target in targets}
+        last, stack, seen = max(places), [self.position[node]], set()
+        while stack:
+            position = stack.pop()
+            if position in places:
+                return True
+            if position <= last and position not in seen:
+                seen.add(position)
+                stack.extend(self.order.successors(position))
+        return False
+
     def where(self, node: Node) -> str:
         """`module.path, file.py:line` of `node`, as far as its metadata tells."""
         parts = [part for part in (module_path(node), source_line(node)) if part]
@@ -126,6 +144,7 @@ class Lens:
         joint = inputs if inputs & self.written else frozenset()
         writer: dict = {}
         readers = defaultdict(list)
+        wild: list[int] = []  # readers of memory that cannot be told
         segment = depth = 0
         fence = world = None
 
@@ -135,7 +154,8 @@ class Lens:
                 if before is not None:
                     edges.add_edge(before, i)
                 if write:
-                    edges.add_edges_from((r, i) for r in readers.pop(key, ()) if r != i)
+                    others = () if key == RANDOM else wild
+                    edges.add_edges_from((r, i) for r in (*readers.pop(key, ()), *others) if r != i)
                     writer[key] = i
                 else:
                     readers[key].append(i)
@@ -158,8 +178,12 @@ class Lens:
                 # Memory that cannot be told: after all that came before, before all that follows.
                 touch(i, frozenset(writer) | frozenset(readers), write=True)
                 writer.clear()
+                wild.clear()
                 world = i
             else:
+                if WORLD in reads:
+                    edges.add_edges_from((w, i) for key, w in writer.items() if key != RANDOM)
+                    wild.append(i)
                 touch(i, frozenset(reads), write=False)
                 touch(i, frozenset(writes), write=True)
         edges.remove_edges_from(list(nx.selfloop_edges(edges)))

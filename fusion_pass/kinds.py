@@ -26,7 +26,8 @@ KINDS: dict[str, str] = {
     **dict.fromkeys(("rsub", "__rsub__"), "rsub"),
     **dict.fromkeys(("mul", "multiply", "__mul__", "__rmul__"), "mul"),
     **dict.fromkeys(("div", "divide", "true_divide", "truediv", "__truediv__"), "div"),
-    **dict.fromkeys(("pow", "__pow__", "float_power"), "pow"),
+    # (float_power is no pow: it computes in double)
+    **dict.fromkeys(("pow", "__pow__"), "pow"),
     **dict.fromkeys(("neg", "negative", "__neg__"), "neg"),
     **dict.fromkeys(("abs", "absolute"), "abs"),
     **dict.fromkeys(("sigmoid", "logistic"), "sigmoid"),
@@ -111,6 +112,15 @@ def kind(node: Node) -> str | None:
     if word == "getitem" and node.target is not operator.getitem:
         return None
     return word
+
+
+def is_foreign(target) -> bool:
+    """Whether `target` is a registered op of somebody else's than PyTorch's."""
+    if isinstance(target, torch._ops.OpOverload):
+        return target.namespace not in _NAMESPACES
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return target._qualified_op_name.partition("::")[0] not in _NAMESPACES
+    return False
 
 
 def is_python_scalar_op(target) -> bool:

@@ -6,6 +6,7 @@ every output: shape, strides, dtype and device are those of the value that it re
 
 from __future__ import annotations
 
+import copy
 import operator
 
 import torch
@@ -62,6 +63,7 @@ def rewrite(lens: Lens, taken: Taken, traceable: bool) -> Graph:
         ContractError: see `check_contract`.
     """
     graph = Graph()
+    graph._codegen = copy.deepcopy(lens.graph._codegen)  # how inputs and outputs are packed
     env: dict[Node, Node] = {}
     views: dict = {}
     schedule = taken.schedule()

@@ -90,7 +90,7 @@ class Taken:
 
     def _path_back(self, positions: list[int]) -> int | None:
         """A node outside that lies on a path from the site back into it, or None."""
-        order, inside, last = self.lens.order, set(positions), positions[-1]
+        order, inside, last = self.lens.order, set(positions), self._horizon(positions[-1])
         seen: set[int] = set()
         stack = [s for p in positions for s in order.successors(p) if s not in inside]
         while stack:
@@ -100,7 +100,6 @@ class Taken:
             group = self._group.get(position)
             members = [position] if group is None else self._members[group]
             seen.update(members)
-            # Edges lead forward, so nothing beyond the site's last node leads back into it.
             if members[0] > last:
                 continue
             for member in members:
@@ -110,6 +109,16 @@ class Taken:
                     if successor not in seen:
                         stack.append(successor)
         return None
+
+    def _horizon(self, last: int) -> int:
+        """The position beyond which nothing leads back to `last`: edges lead forward, and only the
+        taken sites, run as one, lead further back."""
+        before = -1
+        while before != last:
+            before = last
+            last = max((m[-1] for m in self._members if m[0] <= last), default=last)
+            last = max(last, before)
+        return last
 
     def schedule(self) -> list[Node | Site]:
         """Nodes and sites in an order to run them in: the graph's own, but for what must follow a

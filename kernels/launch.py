@@ -34,6 +34,11 @@ INTERPRET = "ASCEND_LN_FUSE_INTERPRET"
 _LOCK = threading.RLock()
 
 
+def runs_reference(device: torch.device) -> bool:
+    """Whether a Runner runs the plain torch reference for tensors on `device`, not a kernel."""
+    return device.type == "cpu" and os.environ.get(INTERPRET) != "1"
+
+
 class Runner:
     """Runs one region; safe to call from several threads.
 

@@ -164,7 +164,8 @@ def _padded(region, operand, shape, stride, space) -> list[int]:
     row = [0] * region.rank
     for i, (dim, size) in enumerate(zip(operand.dims, shape)):
         want = space[shift + i]
-        if size != want and not (size == 1 and dim != region.lane):
+        is_lane = shift + i == region.outer and dim == region.lane
+        if size != want and (size != 1 or is_lane):
             raise ValueError(f"{operand}: dim {i} is {size}, expected {want} (shape {tuple(shape)})")
         if size == want and want != 1:
             row[shift + i] = stride[i]

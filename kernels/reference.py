@@ -75,14 +75,16 @@ def _step(region: NormRegion, line):
     if line.op == "rms_norm":
         x, w, eps = args
         return lambda env: F.rms_norm(env[x], lane, get(env, w), get(env, eps))
-    fn = torch_function(line.op)
+    fn, tensors_only = torch_function(line.op), line.op in ("maximum", "minimum")
 
     def pointwise(env):
         values = [get(env, arg) for arg in args]
-        if not isinstance(values[0], torch.Tensor) and len(values) == 2:
-            # torch.add(1.0, x) is no overload; a scalar on the left becomes a 0-dim tensor, which
-            # takes part in type promotion like a python number.
-            values[0] = torch.as_tensor(values[0], dtype=dtype, device=values[1].device)
+        # torch.add(1.0, x) and torch.maximum(x, 1.0) are no overloads; there a scalar becomes a 0-dim
+        # tensor, which takes part in type promotion like a python number.
+        for i, value in enumerate(values):
+            if not isinstance(value, torch.Tensor) and len(values) == 2 and (i == 0 or tensors_only):
+                other = values[1 - i]
+                values[i] = torch.as_tensor(value, dtype=dtype, device=other.device)
         result = fn(*values)
         return result if result.dtype == dtype else result.to(dtype)
 

@@ -179,9 +179,11 @@ class Grower:
         if not readers:
             return True
         # The kernel may store the value too, when it has the space's full shape.
+        # Then none of those readers may come between it and the norm.
         return self.reach.store_up and not chain and not self.flat and self.regroup is None and \
             word not in COPIES and len(self.stored) < 2 and \
-            same_shape(fake.shape, self.space)
+            same_shape(fake.shape, self.space) and \
+            not any(lens.leads_into(reader, self.interior) for reader in readers)
 
     def _plain_copy(self, node: Node, word: str) -> bool:
         """A cast or copy of one float tensor that keeps the shape, and whose source has the lane

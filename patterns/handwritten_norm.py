@@ -90,7 +90,7 @@ class _Matcher:
         shape = self._normal_shape(stat)
         source = self._source(value, stat)
         norm = Norm("layer_norm" if stat.centred else "rms_norm", source, None, None, eps, shape,
-                    self.out, frozenset(self.trail.nodes), self.lens.tensor(self.out).dtype,
+                    self.out, frozenset(self.trail.nodes - {source}), self.lens.tensor(self.out).dtype,
                     "handwritten layer_norm" if stat.centred else "handwritten rms_norm")
         self._check(norm)
         return norm
@@ -295,11 +295,12 @@ class _Matcher:
 
     def _centred(self, node: Node, dims: int) -> Node | None:
         """x of x - mean(x), or None when `node` is something else."""
+        before = set(self.trail.nodes)
         node = self._uncast(node)
         if self.lens.kind(node) != "sub" or len(node.args) != 2 or node.kwargs or \
                 not all(isinstance(arg, Node) for arg in node.args):
+            self.trail.nodes = before
             return None
-        before = set(self.trail.nodes)
         try:
             of, over = self._mean_of(node.args[1])
         except (_NoNorm, Decline):

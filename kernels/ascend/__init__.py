@@ -13,5 +13,21 @@ below them:
     op_table.py     the interpreter's ops, filled by core_ops, memref_ops, hivm_ops and cube_ops
     memory.py, scheduler.py, counters.py       the interpreter's machine
 
-Importing this package imports nothing of them, and none of them imports Triton by itself.
+Nothing here imports Triton before a kernel is lowered.
 """
+
+from .interpreter import interpret
+from .toolchain import Lowered, Outcome, Planned, compile_planned, lower, plan
+from .tools import MissingTool, ToolchainError
+
+__all__ = [
+    "Lowered",
+    "MissingTool",
+    "Outcome",
+    "Planned",
+    "ToolchainError",
+    "compile_planned",
+    "interpret",
+    "lower",
+    "plan",
+]

@@ -97,6 +97,12 @@ def _is_buffer(root: Value) -> bool:
     return root.producer is not None and root.producer.name == "hivm.hir.pointer_cast"
 
 
+_SCALAR_LOOP = (
+    "a loop handles one element at a time: 64-bit or // and % arithmetic on a tile, "
+    "or addresses that are not made of strides"
+)
+
+
 def scalar_loop(func: Func, flow: Dataflow) -> Iterator[Finding]:
     """No loop over the elements of a tile: vector work that became scalar work."""
     for place in _live(flow):
@@ -107,12 +113,10 @@ def scalar_loop(func: Func, flow: Dataflow) -> Iterator[Finding]:
                 loop.regions[0][0].arguments[0] for loop in place.loops if loop.name == "scf.for"
             }
             if any(_depends_on(index, counters) for index in indices):
-                message = f"a loop does one {op.name} per element: the vector code was made scalar"
-                yield Finding(Severity.ERROR, "scalar-loop", func.name, message)
+                yield Finding(Severity.ERROR, "scalar-loop", func.name, _SCALAR_LOOP)
         elif "ExtractedLoadOrStore" in op.attributes:
             if any(inner.name == "memref.load" for inner in op.walk()):
-                message = "a loop loads single elements: the addresses are not made of strides"
-                yield Finding(Severity.ERROR, "scalar-loop", func.name, message)
+                yield Finding(Severity.ERROR, "scalar-loop", func.name, _SCALAR_LOOP)
             else:
                 message = "a loop loads single rows, and no mask applies to it: clamp the row index"
                 yield Finding(Severity.WARNING, "row-loop", func.name, message)

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .mlir import Module, Op, is_memref, memref_type, read_module
+from .mlir import MlirError, Module, Op, is_memref, memref_type, read_module
 from .tools import (
     MissingTool,
     Outcome,
@@ -105,35 +105,37 @@ class Planned:
 
 # ---------------------------------------------------------------------------------------- targets
 
-# The table of SoCs that we name; bishengir-compile knows more, of the same three generations.
+# Names of SoCs as the compilers spell them, per generation. A2 and A3 plan memory alike.
 GENERATIONS = {
-    "A2": ("Ascend910B1", "Ascend910B2", "Ascend910B2C", "Ascend910B3", "Ascend910B4"),
-    "A3": tuple(f"Ascend910_{n}" for n in (9362, 9372, 9381, 9382, 9391, 9392)),
-    "A5": ("Ascend950PR_9579", "Ascend950PR_9589", "Ascend950PR_9599"),
+    "A2": r"Ascend910B[1-4](C|-1)?",
+    "A3": r"Ascend910_93(62|72|81|82|91|92)",
+    "A5": r"Ascend910_95\w\w|Ascend950(PR|DT)_\w{4}",
 }
-# For callers that care about the generation only. A2 and A3 plan memory alike.
+# For callers that care about the generation only.
 ALIASES = {
     "A2": DEFAULT_SOC,
-    "910_93xx": "Ascend910_9382",
     "A3": "Ascend910_9382",
-    "950PR": "Ascend950PR_9589",
+    "910_93xx": "Ascend910_9382",
     "A5": "Ascend950PR_9589",
+    "950PR": "Ascend950PR_9589",
 }
 
 
 def resolve_soc(soc: str) -> str:
-    """The compiler's name of a SoC; accepts `ALIASES`. ValueError names the known ones."""
+    """The compiler's name of a SoC; accepts `ALIASES`. ValueError says what is known."""
     soc = ALIASES.get(soc, soc)
-    if not any(soc in members for members in GENERATIONS.values()):
-        known = ", ".join(s for members in GENERATIONS.values() for s in members)
-        raise ValueError(f"unknown SoC {soc!r}; known: {known}; or {', '.join(ALIASES)}")
+    if not any(re.fullmatch(pattern, soc) for pattern in GENERATIONS.values()):
+        raise ValueError(
+            f"unknown SoC {soc!r}: Ascend910B1 to B4 (A2), Ascend910_93xx (A3), Ascend950PR_xxxx "
+            f"(A5), or one of {', '.join(ALIASES)}"
+        )
     return soc
 
 
 def generation(soc: str) -> str:
     """ "A2", "A3" or "A5"."""
     soc = resolve_soc(soc)
-    return next(g for g, members in GENERATIONS.items() if soc in members)
+    return next(g for g, pattern in GENERATIONS.items() if re.fullmatch(pattern, soc))
 
 
 # ------------------------------------------------------------------------------------------ lower
@@ -298,7 +300,10 @@ def _compile_once(
     text = _last_module(output)
     if not text:
         return result(Outcome.CRASH, f"exit code 0 but no module was printed before {FINAL_PASS}")
-    module = read_module(text)
+    try:
+        module = read_module(text)
+    except MlirError as error:
+        return result(Outcome.CRASH, str(error))
     peaks, double_buffered = peak_bytes(module), bool(double_buffers(module))
     if dropped := _DROPPED.findall(output):  # a note per retry; the last says how it ended
         return result(Outcome.DEGRADED, dropped[-1].strip(), text, peaks, double_buffered)

@@ -267,6 +267,12 @@ def running_sum(x_ptr, o_ptr, n):
     i = tl.arange(0, BS)
     tl.store(o_ptr + i, tl.cumsum(tl.load(x_ptr + i, mask=i < n, other=0.0), 0), mask=i < n)
 """,
+    "integers": """
+def integers(x_ptr, o_ptr, n):
+    i = tl.program_id(0) * BS + tl.arange(0, BS)
+    x = tl.load(x_ptr + i, mask=i < n, other=0)
+    tl.store(o_ptr + i, EXPRESSION, mask=i < n)
+""",
     "undefined_name": """
 def undefined_name(x_ptr, n):
     tl.store(x_ptr + tl.arange(0, BS), nothing_of_that_name)

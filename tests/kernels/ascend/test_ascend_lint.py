@@ -1,7 +1,9 @@
 """Lint: clean kernels are clean, each defect is found, and by its own rule."""
 
 import pytest
+import torch
 from ascend_kernels import DTYPES, plan_for, plan_layer_norm, signature
+from ascend_ln_fuse.kernels.ascend.interpreter import interpret
 from ascend_ln_fuse.kernels.ascend.lint import Severity, errors, lint
 from ascend_ln_fuse.kernels.ascend.toolchain import ToolchainError
 
@@ -73,6 +75,26 @@ def test_discrete_masks_are_found(name, BS):
 @pytest.mark.parametrize("name", ["divided_index", "running_sum"])
 def test_scalar_loops_are_found(name):
     assert rules(plan_simple(name, {"BS": 1024})) == {"scalar-loop"}
+
+
+@pytest.mark.parametrize(
+    "expression, dtype, scalar",
+    [
+        ("x * 3", "i64", True),
+        ("x * 3", "i32", False),
+        ("x % 7", "i32", True),
+        ("x & 3", "i64", False),
+    ],
+)
+def test_integer_arithmetic(expression, dtype, scalar):
+    sizes = {"BS": 256, "EXPRESSION": expression}
+    planned = plan_simple("integers", sizes, dtype)
+    assert rules(planned) == ({"scalar-loop"} if scalar else set())
+    x = torch.randint(0, 100, (500,), generator=torch.Generator().manual_seed(0))
+    x = x.to(torch.int64 if dtype == "i64" else torch.int32)
+    out = torch.full_like(x, -7)
+    interpret(planned, None, [x, out, 500], (2,))
+    assert torch.equal(out, eval(expression, {"x": x}))
 
 
 def test_row_loops_are_warned_about():

@@ -70,6 +70,13 @@ def test_overflow_says_what_is_needed():
         planned.require()
 
 
+def test_overflow_of_a_cube_memory():
+    pointers = {n: "*bf16" for n in ("x_ptr", "x2_ptr", "w_ptr", "o_ptr")}
+    planned = plan_for("linear_sound", pointers, {"BM": 256, "BN": 256, "BK": 64})
+    assert planned.outcome is Outcome.OVERFLOW and planned.overflow.space == "cc"
+    assert planned.overflow.bits_available == 128 * 1024 * 8
+
+
 def test_a5_memory_only():
     planned = plan(
         make("layer_norm", BS=64, LANES=128),
