@@ -6,6 +6,7 @@ import itertools
 import re
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from . import cost
 from .graph import Lens, hint
 from .options import Options, parse_options, strict
 from .patterns import candidate, find_norms
+from .patterns.packed import join_packed
 from .report import FusionReport, SiteReport, emit, record
 from .rewrite import rewrite
 from .select import Candidate, Taken, select
@@ -37,6 +39,10 @@ def ascend_ln_fuse(gm: GraphModule, example_inputs, *,
     """
     chosen = parse_options(options)
     inner = _inner_compiler(chosen.inner)
+    if inner is None and kwargs:  # torch.compile(mode=...)
+        given = ", ".join(f"{name}={value!r}" for name, value in kwargs.items())
+        warnings.warn(f"ascend_ln_fuse ignores {given}: what is not fused runs as it is, unless "
+                      "options={'inner': ...} names a compiler for it", stacklevel=2)
     started = time.perf_counter()
     error = None
     sites: list[SiteReport] = []
@@ -76,11 +82,14 @@ def fuse_graph(graph: Graph, options: Options | None = None) -> tuple[Graph | No
         else:
             declined.append(_declined(lens, norm.out, why, norm))
     taken, lost = select(lens, candidates)
+    join_packed(lens, taken)
     by_out = {norm.out: norm for norm in norms}
     declined += [_declined(lens, c.anchor, c.reason, by_out[c.anchor]) for c in lost]
     declined += [_declined(lens, node, why) for node, why in refused]
     fused = rewrite(lens, taken, traceable=options.inner != "eager") if taken.sites else None
-    reports = [(site.anchor, _fused(lens, site)) for site in taken.sites] + declined
+    reports = [(part.anchor, _fused(lens, site, part))
+               for site in taken.sites for part in site.parts or (site,)]
+    reports += declined
     reports.sort(key=lambda pair: lens.position[pair[0]])
     return fused, [report for _, report in reports]
 
@@ -92,14 +101,16 @@ def _training_decline(lens: Lens, norm) -> Decline | None:
     return None
 
 
-def _fused(lens: Lens, site: Site) -> SiteReport:
+def _fused(lens: Lens, site: Site, part: Site) -> SiteReport:
+    """The report of `part`, which is `site` itself or one of those that share its launch."""
+    others = [lens.where(other.anchor) for other in site.parts if other is not part]
     return SiteReport(
-        status="fused", pattern=site.pattern, where=lens.where(site.anchor), node=site.anchor.name,
-        region=site.region.text, device=str(lens.tensor(site.anchor).device),
-        kernels_removed=cost.kernels_removed(lens, site), hidden_kernels=cost.hidden_kernels(site),
-        bytes_before=cost.bytes_before(site), bytes_after=cost.bytes_after(site),
-        symbolic=any(not isinstance(n, int) for fake in site.fakes for n in fake.shape),
-        source=_source_of(site))
+        status="fused", pattern=part.pattern, where=lens.where(part.anchor), node=part.anchor.name,
+        region=site.region.text, device=str(lens.tensor(part.anchor).device),
+        kernels_removed=cost.kernels_removed(lens, part), hidden_kernels=cost.hidden_kernels(part),
+        bytes_before=cost.bytes_before(part), bytes_after=cost.bytes_after(part),
+        symbolic=any(not isinstance(n, int) for fake in part.fakes for n in fake.shape),
+        note=f"one launch with {'; '.join(others)}" if others else "", source=_source_of(site))
 
 
 def _declined(lens: Lens, node, decline: Decline, norm=None):

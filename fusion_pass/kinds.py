@@ -94,10 +94,7 @@ def base_name(node: Node) -> str | None:
         return node.target
     if node.op != "call_function":
         return None
-    try:
-        return _function_name(node.target)
-    except TypeError:  # an unhashable callable
-        return None
+    return _function_name(node.target)
 
 
 def kind(node: Node) -> str | None:

@@ -68,9 +68,15 @@ class Taken:
 
     def __init__(self, lens: Lens):
         self.lens = lens
-        self.sites: list[Site] = []
+        self._sites: dict[int, Site] = {}
+        self._members: dict[int, list[int]] = {}
         self._group: dict[int, int] = {}
-        self._members: list[list[int]] = []
+        self._count = 0
+
+    @property
+    def sites(self) -> list[Site]:
+        """The taken sites, in the order of their anchors."""
+        return sorted(self._sites.values(), key=lambda site: self.lens.position[site.anchor])
 
     def add(self, site: Site) -> Decline | None:
         """Take `site`; the reason where it conflicts with what is taken, and then it is not taken."""
@@ -81,12 +87,26 @@ class Taken:
         between = self._path_back(positions)
         if between is not None:
             node = self.lens.nodes[between]
-            return Decline(f"{node.name} must run between two parts of the site", node)
-        number = len(self._members)
-        self._members.append(positions)
+            return Decline("another op must run between two parts of the site", node)
+        number = self._count
+        self._count += 1
+        self._sites[number], self._members[number] = site, positions
         self._group.update(dict.fromkeys(positions, number))
-        self.sites.append(site)
         return None
+
+    def replace(self, old: Sequence[Site], new: Site) -> Decline | None:
+        """Take `new` in the place of the taken `old`; when that conflicts, all stays as it is."""
+        numbers = [n for n, site in self._sites.items() if any(site is o for o in old)]
+        kept = {n: (self._sites.pop(n), self._members.pop(n)) for n in numbers}
+        for _, positions in kept.values():
+            for position in positions:
+                del self._group[position]
+        refusal = self.add(new)
+        if refusal is not None:
+            for number, (site, positions) in kept.items():
+                self._sites[number], self._members[number] = site, positions
+                self._group.update(dict.fromkeys(positions, number))
+        return refusal
 
     def _path_back(self, positions: list[int]) -> int | None:
         """A node outside that lies on a path from the site back into it, or None."""
@@ -116,7 +136,8 @@ class Taken:
         before = -1
         while before != last:
             before = last
-            last = max((m[-1] for m in self._members if m[0] <= last), default=last)
+            last = max((m[-1] for m in self._members.values() if m[0] <= last),
+                       default=last)
             last = max(last, before)
         return last
 
@@ -136,4 +157,4 @@ class Taken:
             return key if key >= 0 else self._members[-1 - key][-1]
 
         ordered = nx.lexicographical_topological_sort(contracted, key=turn)
-        return [lens.nodes[key] if key >= 0 else self.sites[-1 - key] for key in ordered]
+        return [lens.nodes[key] if key >= 0 else self._sites[-1 - key] for key in ordered]

@@ -109,6 +109,8 @@ class Site:
     finish: tuple[Step, ...] = ()
     #: fakes of the operands after their steps, for byte counts and checks
     fakes: tuple[torch.Tensor, ...] = field(default=(), repr=False)
+    #: the sites that this one joins in one launch; the report speaks of each
+    parts: tuple[Site, ...] = field(default=(), repr=False)
 
     @property
     def anchor(self) -> Node:

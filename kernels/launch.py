@@ -21,7 +21,7 @@ import torch
 from .codegen import KernelSource, generate, jit, load
 from .layout import Layout, Unsupported, layout
 from .reference import TORCH_DTYPES, reference
-from .region import NormRegion, dense_strides
+from .region import NormRegion, broadcast_sizes, dense_strides
 from .targets import Target, target_for
 from .tiling import ladder
 
@@ -71,21 +71,43 @@ class Runner:
             plan = self._plan(key, inputs)
         return plan(inputs, pointers, scalars)
 
+    def into(self, inputs: Sequence[torch.Tensor], scalars: Sequence[float],
+             outputs: Sequence[torch.Tensor]) -> None:
+        """Like a call, but writes `outputs`: of the space's shape and the declared dtypes, lane
+        stride 1. An output may be an input of the same strides (in place); it must not overlap
+        itself or an input in any other way.
+
+        Raises:
+            ValueError: an output's shape or dtype is wrong.
+        """
+        tensors = [*inputs, *outputs]
+        pointers = [x.data_ptr() for x in tensors]
+        key = ("into", *[(x.shape, x.stride(), p & 15, x.dtype, x.get_device())
+                         for x, p in zip(tensors, pointers)])
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plan(key, inputs, outputs)
+        plan(inputs, pointers[:len(inputs)], scalars, outputs)
+
     # Dynamo, should it meet a Runner, calls it instead of tracing into it. `torch.compiler.disable`
     # would say the same with a wrapper that costs microseconds a call.
-    __call__._torchdynamo_disable = True  # type: ignore[attr-defined]
-    __call__._torchdynamo_disable_msg = "launches a kernel"  # type: ignore[attr-defined]
+    for _method in (__call__, into):
+        _method._torchdynamo_disable = True  # type: ignore[attr-defined]
+        _method._torchdynamo_disable_msg = "launches a kernel"  # type: ignore[attr-defined]
+    del _method
 
-    def _plan(self, key: tuple, inputs: Sequence[torch.Tensor]) -> Callable:
+    def _plan(self, key: tuple, inputs: Sequence[torch.Tensor],
+              outputs: Sequence[torch.Tensor] | None = None) -> Callable:
         _tell_dynamo()
-        plan = self._make(inputs)
+        plan = self._make(inputs, outputs)
         with _LOCK:
             while len(self._plans) >= MAX_PLANS:
                 del self._plans[next(iter(self._plans))]
             self._plans[key] = plan
         return plan
 
-    def _make(self, inputs: Sequence[torch.Tensor]) -> Callable:
+    def _make(self, inputs: Sequence[torch.Tensor],
+              outputs: Sequence[torch.Tensor] | None) -> Callable:
         region = self.region
         if len(inputs) != len(region.inputs):
             raise ValueError(f"the region has {len(region.inputs)} inputs, got {len(inputs)}")
@@ -93,6 +115,12 @@ class Runner:
             if x.dtype != TORCH_DTYPES[operand.dtype]:
                 raise ValueError(f"{operand}: got {x.dtype}")
         device = inputs[0].device
+        if outputs is not None:
+            space = broadcast_sizes(region, [x.shape for x in inputs])
+            for out, x in zip(region.outputs, outputs, strict=True):
+                if x.shape != space or x.dtype != TORCH_DTYPES[out.dtype] or x.device != device:
+                    raise ValueError(f"{out}: expected {out.dtype}{list(space)} on {device}, got "
+                                     f"{x.dtype}{list(x.shape)} on {x.device}")
         target = self._target
         if target is None and runs_reference(device):
             return self._reference
@@ -101,7 +129,7 @@ class Runner:
                 raise Unsupported("inputs on different devices")
             target = target or target_for(device)
             walk = layout(region, [x.shape for x in inputs], [x.stride() for x in inputs],
-                          target.units)
+                          target.units, outputs and [x.stride() for x in outputs])
             if 0 in walk.space:
                 return _Empty(region, walk, device)
             return _PLANS[target.backend](region, walk, target, device)
@@ -113,9 +141,12 @@ class Runner:
             self.reasons[reason] = self.reasons.get(reason, 0) + 1
         return self._reference
 
-    def _reference(self, inputs, pointers, scalars):
+    def _reference(self, inputs, pointers, scalars, outputs=None):
         with torch.no_grad():
-            return reference(self.region, inputs, scalars)
+            results = reference(self.region, inputs, scalars)
+            for given, result in zip(outputs or (), results):
+                given.copy_(result)
+        return results
 
 
 def runs_reference(device: torch.device) -> bool:
@@ -128,7 +159,7 @@ def _tell_dynamo() -> None:
     if "torch._dynamo" in sys.modules:
         from torch._dynamo.eval_frame import skip_code
 
-        for code in (Runner.__call__.__code__, Runner._plan.__code__):
+        for code in (Runner.__call__.__code__, Runner.into.__code__):
             skip_code(code)
 
 
@@ -151,7 +182,7 @@ class _Outputs:
 class _Empty(_Outputs):
     """No element to compute: outputs without a launch."""
 
-    def __call__(self, inputs, pointers, scalars):
+    def __call__(self, inputs, pointers, scalars, outputs=None):
         return self.allocate()
 
 
@@ -169,7 +200,7 @@ class _Kernel(_Outputs):
         tile = next(self.tiles, None)
         if tile is None:
             return False
-        self.source = _source(self.region, self.walk.structure, tile, self.target)
+        self.source = generate(self.region, self.walk.structure, tile, self.target)
         self.integers, self.grid = launch_facts(self.walk, tile.rows, self.target)
         return True
 
@@ -180,10 +211,10 @@ class _Kernel(_Outputs):
 
 
 class _Interpreted(_Kernel):
-    def __call__(self, inputs, pointers, scalars):
+    def __call__(self, inputs, pointers, scalars, outputs=None):
         from .targets.interpreter import run
 
-        outputs = self.allocate()
+        outputs = outputs or self.allocate()
         run(_function(self.source), (self.grid,),
             [*inputs, *outputs, *self.integers, *self.numbers(scalars)])
         return outputs
@@ -204,21 +235,20 @@ class _Cuda(_Kernel):
         # Inductor's allocator call: no dispatcher, about a third of the time of torch.empty_strided.
         self.empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
-    def __call__(self, inputs, pointers, scalars):
+    def __call__(self, inputs, pointers, scalars, outputs=None):
         if self.several and self.current_device() != self.index:
             with torch.cuda.device(self.index):
-                return self.run(inputs, pointers, scalars)
-        return self.run(inputs, pointers, scalars)
+                return self.run(inputs, pointers, scalars, outputs)
+        return self.run(inputs, pointers, scalars, outputs)
 
-    def run(self, inputs, pointers, scalars):
+    def run(self, inputs, pointers, scalars, outputs):
+        if outputs is None:
+            empty = self.empty
+            outputs = self.allocate() if empty is None else tuple(
+                [empty(size, stride, dtype) for size, stride, dtype in self.specs])
         launch = self.launch
         if launch is None:
-            return self.first(inputs, scalars)
-        empty = self.empty
-        if empty is None:
-            outputs = self.allocate()
-        else:
-            outputs = tuple([empty(size, stride, dtype) for size, stride, dtype in self.specs])
+            return self.first(inputs, scalars, outputs)
         if self.exact_scalars:
             scalars = self.numbers(scalars)
         launch(self.grid, 1, 1, self.stream(self.index), self.function, self.metadata,
@@ -226,8 +256,7 @@ class _Cuda(_Kernel):
                *self.integers, *scalars)
         return outputs
 
-    def first(self, inputs, scalars):
-        outputs = self.allocate()
+    def first(self, inputs, scalars, outputs):
         compiled = _jit(self.source)[(self.grid,)](
             *inputs, *outputs, *self.integers, *self.numbers(scalars),
             num_warps=self.source.tile.num_warps)
@@ -244,8 +273,8 @@ class _Npu(_Kernel):
         self.launch = None
         self.index = device.index
 
-    def __call__(self, inputs, pointers, scalars):
-        outputs = self.allocate()
+    def __call__(self, inputs, pointers, scalars, outputs=None):
+        outputs = outputs or self.allocate()
         arguments = [*inputs, *outputs, *self.integers, *self.numbers(scalars)]
         if torch.npu.current_device() != self.index:
             with torch.npu.device(self.index):
@@ -285,11 +314,6 @@ def launch_facts(walk: Layout, rows: int, target: Target) -> tuple[tuple[int, ..
     return (*integers, share), -(-tiles // share)
 
 
-def _source(region, structure, tile, target: Target) -> KernelSource:
-    # The name of a target is part of a kernel's text; the interpreter runs the same kernel.
-    return generate(region, structure, tile, target)
-
-
 @lru_cache(maxsize=1024)
 def _jit(source: KernelSource):
     return jit(source)
@@ -303,14 +327,21 @@ def _function(source: KernelSource):
 # -- without a launch --------------------------------------------------------------------------------
 
 
-def kernel_sources(region: NormRegion, shapes: Sequence[Sequence[int]],
-                   strides: Sequence[Sequence[int]], target: Target) -> tuple[KernelSource, ...]:
-    """The kernel that a call on such inputs would launch on `target`, for reports; Unsupported if none."""
-    walk = layout(region, shapes, strides, target.units)
-    if 0 in walk.space:
-        return ()
-    tile = ladder(region, walk.structure, walk.sizes, target)[0]
-    return (generate(region, walk.structure, tile, target),)
+def kernel_source(region: NormRegion, shapes: Sequence[Sequence[int]],
+                  strides: Sequence[Sequence[int]], device: torch.device) -> str | None:
+    """The source of the kernel that a call on such inputs would launch, for reports. None where the
+    reference runs instead. A CPU device gives the kernel for an Ascend910B3."""
+    from .targets.npu import describe
+
+    try:
+        target = describe("Ascend910B3") if runs_reference(device) else target_for(device)
+        walk = layout(region, shapes, strides, target.units)
+        if 0 in walk.space:
+            return None
+        tile = ladder(region, walk.structure, walk.sizes, target)[0]
+        return generate(region, walk.structure, tile, target).source
+    except Unsupported:
+        return None
 
 
 @dataclass(frozen=True)

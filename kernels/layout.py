@@ -113,26 +113,27 @@ class Layout:
 
 
 def layout(region: NormRegion, shapes: Sequence[Sequence[int]],
-           strides: Sequence[Sequence[int]], units: bool = True) -> Layout:
+           strides: Sequence[Sequence[int]], units: bool = True,
+           out_strides: Sequence[Sequence[int]] | None = None) -> Layout:
     """The layout of a call of `region` on inputs of `shapes` and `strides` (in elements).
 
     `units` False passes strides in elements (targets on which alignment decides nothing).
+    `out_strides` are those of outputs that exist already; by default they are dense, as declared.
 
     Raises:
         ValueError: the shapes do not fit the region; names the operand.
         Unsupported: no kernel walks these strides.
     """
     space = broadcast_sizes(region, shapes)
-    names, rows = [], []
+    rows = []
     for operand, shape, stride in zip(region.inputs, shapes, strides, strict=True):
         rows.append(_padded(region, operand, shape, stride, space))
-        names.append(operand.name)
-    for out in region.outputs:
-        dense = dense_strides(space, out.order)
-        if dense[-1] != 1 and region.lane > 1:
-            raise Unsupported(f"lane stride of output {out.value} is {dense[-1]}, not 1")
-        rows.append([*(s if n > 1 else 0 for s, n in zip(dense[:-1], space)), 1])
-        names.append(out.value)
+    if out_strides is None:
+        out_strides = [dense_strides(space, out.order) for out in region.outputs]
+    for out, stride in zip(region.outputs, out_strides, strict=True):
+        if stride[-1] != 1 and region.lane > 1:
+            raise Unsupported(f"lane stride of output {out.value} is {stride[-1]}, not 1")
+        rows.append([*(s if n > 1 else 0 for s, n in zip(stride[:-1], space)), 1])
     lanes = [row[-1] for row in rows]
     dims = [[space[d], [row[d] for row in rows]] for d in range(region.outer) if space[d] != 1]
     dims = _sorted(_merged(dims), lanes)
