@@ -17,6 +17,8 @@ _PLACES = {
     "auto_fusion": "backend", "Options": "options", "FusionReport": "report",
     "SiteReport": "report", "last_reports": "report", "clear_reports": "report",
     "inplace_layer_norm_": "inplace",
+    "register_pattern": "patterns", "unregister_pattern": "patterns",
+    "Norm": "site", "Decline": "site",
 }
 __all__ = [*_PLACES, "__version__"]
 

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from . import cost
-from .graph import Lens, hint
+from .graph import Lens, hint, module_path, source_line
 from .options import Options, parse_options, strict
 from .patterns import candidate, find_norms
 from .patterns.packed import join_packed
@@ -75,15 +75,16 @@ def fuse_graph(graph: Graph, options: Options | None = None) -> tuple[Graph | No
     lens = Lens(graph)
     norms, refused = find_norms(lens)
     candidates, declined = [], []
-    for norm in norms:
+    for found in norms:
+        norm = found.norm
         why = _training_decline(lens, norm) if options.training == "decline" else None
         if why is None:
-            candidates.append(candidate(lens, norm))
+            candidates.append(candidate(lens, found))
         else:
             declined.append(_declined(lens, norm.out, why, norm))
     taken, lost = select(lens, candidates)
     join_packed(lens, taken)
-    by_out = {norm.out: norm for norm in norms}
+    by_out = {found.norm.out: found.norm for found in norms}
     declined += [_declined(lens, c.anchor, c.reason, by_out[c.anchor]) for c in lost]
     declined += [_declined(lens, node, why) for node, why in refused]
     fused = rewrite(lens, taken, traceable=options.inner != "eager") if taken.sites else None
@@ -103,14 +104,16 @@ def _training_decline(lens: Lens, norm) -> Decline | None:
 
 def _fused(lens: Lens, site: Site, part: Site) -> SiteReport:
     """The report of `part`, which is `site` itself or one of those that share its launch."""
-    others = [lens.where(other.anchor) for other in site.parts if other is not part]
+    # The last word of a path: a name that is the same in every layer keeps layers in one row.
+    others = [module_path(other.anchor).rpartition(".")[2] or source_line(other.anchor)
+              for other in site.parts if other is not part]
     return SiteReport(
         status="fused", pattern=part.pattern, where=lens.where(part.anchor), node=part.anchor.name,
         region=site.region.text, device=str(lens.tensor(part.anchor).device),
         kernels_removed=cost.kernels_removed(lens, part), hidden_kernels=cost.hidden_kernels(part),
         bytes_before=cost.bytes_before(part), bytes_after=cost.bytes_after(part),
         symbolic=any(not isinstance(n, int) for fake in part.fakes for n in fake.shape),
-        note=f"one launch with {'; '.join(others)}" if others else "", source=_source_of(site))
+        note=f"one launch with {', '.join(others)}" if others else "", source=_source_of(site))
 
 
 def _declined(lens: Lens, node, decline: Decline, norm=None):

@@ -1,7 +1,6 @@
 """Rewriting: a new graph with one fused op in the place of each site.
 
-The old graph is only read, so that it can run when anything here fails. The contract is asserted for
-every output: shape, strides, dtype and device are those of the value that it replaces.
+The old graph is only read, so that it can run when anything here fails.
 """
 
 from __future__ import annotations
@@ -12,44 +11,11 @@ import operator
 import torch
 from torch.fx import Graph, Node
 
-from .graph import Lens, same_shape
+from .contract import check_contract
+from .graph import Lens
 from .kernels.ops import python_call
-from .kernels.reference import TORCH_DTYPES
-from .kernels.region import broadcast_sizes, dense_strides
 from .select import Taken
-from .site import Site, replay
-
-
-class ContractError(AssertionError):
-    """A fused op would not yield exactly what it replaces. A bug of the pattern, never the user's."""
-
-
-def check_contract(lens: Lens, site: Site) -> None:
-    """Raise ContractError unless each output of `site` has the shape, strides, dtype and device of
-    the value it replaces, for all sizes that the graph may meet."""
-    region = site.region
-    sizes = broadcast_sizes(region, [fake.shape for fake in site.fakes])
-    devices = {fake.device for fake in site.fakes}
-    for out, node in zip(region.outputs, site.outputs):
-        value = lens.tensor(node)
-        fake = replay(_empty(value, sizes, dense_strides(sizes, out.order)), site.finish)
-        order = range(value.dim()) if site.finish else out.order
-        # Sizes that are proven equal may be written differently, and strides with them: the wanted
-        # strides are compared with those that the wanted sizes give.
-        if not same_shape(fake.shape, value.shape) or \
-                not same_shape(dense_strides(tuple(value.shape), order), value.stride()) or \
-                (site.finish and not same_shape(fake.stride(), dense_strides(fake.shape, order))):
-            raise ContractError(f"{node.name}: the fused op yields {tuple(fake.shape)} in order "
-                                f"{out.order}, the graph {tuple(value.shape)}, {value.stride()}")
-        if TORCH_DTYPES[out.dtype] != value.dtype or devices != {value.device}:
-            raise ContractError(f"{node.name}: the fused op yields {out.dtype} on {devices}, "
-                                f"the graph {value.dtype} on {value.device}")
-
-
-def _empty(like: torch.Tensor, sizes, strides) -> torch.Tensor:
-    """A fake of the given layout in the fake mode of `like`."""
-    with like.fake_mode:
-        return torch.empty_strided(sizes, strides, dtype=like.dtype, device=like.device)
+from .site import Site
 
 
 def rewrite(lens: Lens, taken: Taken, traceable: bool) -> Graph:
@@ -58,9 +24,6 @@ def rewrite(lens: Lens, taken: Taken, traceable: bool) -> Graph:
     Args:
         traceable: call `torch.ops.ascend_ln_fuse.region`, which another compiler can trace, instead of
             the launcher itself, which costs less per call.
-
-    Raises:
-        ContractError: see `check_contract`.
     """
     graph = Graph()
     graph._codegen = copy.deepcopy(lens.graph._codegen)  # how inputs and outputs are packed

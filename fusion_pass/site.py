@@ -74,6 +74,7 @@ class Norm:
         interior: the nodes that the norm consists of, `out` among them.
         dtype: the dtype in which the norm's line works and yields; operands are cast to it first.
         spelling: "layer_norm", "rms_norm", or "handwritten ...", for the report.
+        axis: the normalised dim, where it is a single one that is not the last (channels of NCHW).
     """
 
     op: str
@@ -86,6 +87,7 @@ class Norm:
     interior: frozenset[Node]
     dtype: torch.dtype
     spelling: str
+    axis: int | None = None
 
     @property
     def lane(self) -> int:
@@ -156,6 +158,10 @@ class Assembler:
         value = lens.tensor(regroup.args[0]) if regroup is not None else lens.tensor(first.value)
         self.device = value.device
         self.flat = len(first.shape)
+        self.rank = value.dim()
+        #: the normalised dim is moved to the end of every operand
+        self.to_end = () if first.axis is None else (Step.method("movedim", first.axis, -1),)
+        value = replay(value, self.to_end)
         #: sizes of the space: outer dims of the value, then the lane
         self.space = (*value.shape[:value.dim() - self.flat], first.lane)
         self.inputs: list[tuple[Node, tuple[Step, ...]]] = []
@@ -249,6 +255,10 @@ class Assembler:
         if fake is None:
             raise Decline("an operand is no tensor", node)
         fake = replay(fake, steps)
+        if self.to_end and fake.dim():
+            widen = tuple(Step.method("unsqueeze", 0) for _ in range(self.rank - fake.dim()))
+            fake = replay(fake, (*widen, *self.to_end))
+            steps = (*steps, *widen, *self.to_end)
         # Several normalised dims are one lane: operands are flattened by a view, which must exist.
         if self.flat > 1 and fake.dim() > 1:
             fake, steps = self._flatten(node, fake, steps)
@@ -337,13 +347,15 @@ def assemble(lens: Lens, pattern: str, norms: Sequence[Norm], interior: frozense
     finish: tuple[Step, ...] = ()
     if regroup is not None:
         finish = (Step.of(regroup),)
+    elif builder.to_end:
+        finish = (Step.method("movedim", -1, norms[0].axis),)
     elif builder.flat > 1:
         finish = (Step.method("unflatten", -1, tuple(norms[0].shape)),)
     for node in outputs:
         name = builder.emit(node)
-        fake = lens.tensor(node)
+        fake = replay(lens.tensor(node), builder.to_end)
         order = layout_order(node, fake)
-        if finish:
+        if finish and not builder.to_end:
             if order != tuple(range(fake.dim())):
                 raise Decline("the result is not contiguous after a reshape", node)
             order = tuple(range(len(builder.space)))

@@ -41,8 +41,8 @@ class OperandStructure:
     Attributes:
         moving: per outer dim, whether the operand's stride is not 0.
         lane: whether it has a value per lane element (lane stride 1), or one for all (stride 0).
-        unit: power of two, in elements, that divides every stride; strides are passed in units, so
-            that the compiler can prove the alignment of a row.
+        unit: power of two, in elements, that divides D and every stride; strides are passed in units,
+            so that the compiler can prove the alignment of a row.
     """
 
     moving: tuple[bool, ...]
@@ -149,7 +149,7 @@ def layout(region: NormRegion, shapes: Sequence[Sequence[int]],
     dtypes = [x.dtype for x in region.inputs] + [x.dtype for x in region.outputs]
     operands = tuple(
         OperandStructure(tuple(s != 0 for s in column), bool(lane),
-                         _unit(column, DTYPES[dtype]) if units else 1)
+                         _unit((region.lane, *column), DTYPES[dtype]) if units else 1)
         for column, lane, dtype in zip(by_operand, lanes, dtypes)
     )
     reach = max(column[blocked] for column in by_operand) * MAX_ROWS + region.lane
@@ -223,7 +223,8 @@ def _blocked(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> int:
 
 
 def _unit(strides: Sequence[int], itemsize: int) -> int:
-    """The largest power of two, at most a vector's elements, that divides all strides."""
+    """The largest power of two, at most a vector's elements, that divides all strides. D counts as a
+    stride: how a row is read must not depend on whether other rows stand beside it."""
     unit = VECTOR_BYTES // itemsize
     for stride in strides:
         unit = gcd(unit, stride)

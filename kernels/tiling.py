@@ -16,6 +16,7 @@ tiles live in registers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 
@@ -53,8 +54,9 @@ def ladder(region: NormRegion, structure: Structure, sizes: Sequence[int],
            target: Target) -> tuple[Tile, ...]:
     """Tiles, best first, for outer dims of `sizes` (see `layout.Layout.sizes`).
 
-    Sizes only choose between powers of two of the largest tile, so that few kernels serve all sizes:
-    a tile is no longer than the blocked dim needs, and small enough that every core gets some.
+    A row's result must not depend on the batch that it is in, so sizes never change how a row is
+    reduced: they only halve the number of rows of a tile, down to `_lowest`, where the blocked dim is
+    short or cores would get no tile.
 
     Raises:
         Unsupported: none fits.
@@ -64,18 +66,13 @@ def ladder(region: NormRegion, structure: Structure, sizes: Sequence[int],
     tiles = _largest(region, structure, target)
     if not tiles:
         raise Unsupported(f"no tile of {region.lane} columns fits {target.budget} bytes of {target.name}")
-    busy = BUSY * target.cores if target.backend == "cuda" else target.cores
+    busy = BUSY * target.cores if target.power_of_two else target.cores
     result = []
     for tile in tiles:
-        height = tile.rows
-        if tile.cols < region.lane:
-            # A lower column tile is wider, and follows in the list.
-            if height == 1 or _fills(height, rows, others, busy):
-                result.append(tile)
-            continue
-        while height > 1 and not _fills(height, rows, others, busy):
+        height, lowest = tile.rows, _lowest(tile, region, target)
+        while height // 2 >= lowest and not _fills(height, rows, others, busy):
             height //= 2
-        result.append(_with_rows(tile, height))
+        result.append(replace(tile, rows=height))
     return tuple(dict.fromkeys(result))
 
 
@@ -85,11 +82,14 @@ def _fills(height: int, rows: int, others: int, busy: int) -> bool:
     return blocks * height <= 1.25 * rows and blocks * others >= busy
 
 
-def _with_rows(tile: Tile, height: int) -> Tile:
-    """`tile` with fewer rows, and as many fewer warps."""
-    if height == tile.rows:
-        return tile
-    return Tile(height, tile.cols, max(1, tile.num_warps * height // tile.rows))
+def _lowest(tile: Tile, region: NormRegion, target: Target) -> int:
+    """The fewest rows with which a tile's rows are reduced as in the largest."""
+    if tile.cols < region.lane:
+        return tile.rows
+    if target.power_of_two:
+        # Triton gives a thread its full 16 bytes of a row only where there are elements enough.
+        return max(1, 256 * tile.num_warps // tile.cols)
+    return min(2, tile.rows)
 
 
 @lru_cache(maxsize=1024)
@@ -132,8 +132,9 @@ def _npu(region: NormRegion, structure: Structure, target: Target) -> tuple[Tile
         # One row needs less: its reductions have no tree of rows.
         fit = 1 if lane <= MAX_WHOLE_LANE and (each - 4 + whole) * lane <= budget else 0
     tiles += [Tile(min(fit, MAX_ROWS) >> i, region.lane) for i in range(fit.bit_length())]
-    # Column passes: as many rows as leave columns wide enough for long vector instructions.
-    for rows in (8, 4, 2, 1):
+    # Column passes: a few rows share the loads of the weights; columns stay wide enough for long
+    # vector instructions.
+    for rows in (4, 2, 1):
         wide = budget // (each * rows + passed) // 128 * 128
         if (wide >= 512 and not structure.wide) or (rows == 1 and wide >= 128):
             cols = _columns(region.lane, wide)

@@ -2,42 +2,140 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from torch.fx import Node
 
+from ..contract import ContractError, check_contract, check_norm
 from ..graph import Lens
+from ..options import strict
 from ..select import Candidate
 from ..site import Decline, Norm, Site, assemble
 from . import handwritten_norm, library_norm
-from .grow import REACHES, grow
+from .grow import REACHES, Reach, grow
 from .naming import pattern_name
 
-#: Matchers, tried in turn on every node: each yields the norms that end there.
-MATCHERS: list[Callable[[Lens, Node], Iterator[Norm]]] = [
-    library_norm.match, handwritten_norm.match]
+#: `match(lens, node)`: the norms whose last node is `node`. Raises Decline for one that cannot be fused.
+Matcher = Callable[[Lens, Node], Iterator[Norm]]
 
 
-def find_norms(lens: Lens) -> tuple[list[Norm], list[tuple[Node, Decline]]]:
+@dataclass(frozen=True)
+class Pattern:
+    """A way to find norms. A user's is checked like ours, but its failures are its own."""
+
+    name: str
+    match: Matcher
+    users: bool = False
+
+
+BUILT_IN = (Pattern("library_norm", library_norm.match),
+            Pattern("handwritten_norm", handwritten_norm.match))
+
+_registered: dict[str, Pattern] = {}
+_lock = threading.Lock()
+
+
+def register_pattern(name: str, match: Matcher) -> None:
+    """Have the pass look for a norm of your own (docs/patterns.md has a worked example).
+
+    Yours are tried before the built-in ones. What `match` yields is checked, not trusted: a norm that does
+    not replace what it says, of another shape or dtype, or with memory written inside it, is declined.
+
+    Args:
+        name: a word for the report; registering it again replaces the pattern.
+        match: called as `match(lens, node)` for every node of a graph; yields a `Norm` for each norm
+            that ends in `node`, or raises `Decline(reason)`.
+
+    Raises:
+        TypeError: `name` is no str or `match` cannot be called.
+        ValueError: `name` is empty or that of a built-in pattern.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a str, not {type(name).__name__}")
+    if not callable(match):
+        raise TypeError(f"match must be callable as match(lens, node), not {type(match).__name__}")
+    if not name or name in {pattern.name for pattern in BUILT_IN}:
+        raise ValueError(f"name must not be empty or that of a built-in pattern, not {name!r}")
+    with _lock:
+        _registered[name] = Pattern(name, match, users=True)
+
+
+def unregister_pattern(name: str) -> None:
+    """Take a registered pattern back; graphs that are compiled already keep it.
+
+    Raises:
+        KeyError: no pattern of that name is registered.
+    """
+    with _lock:
+        if name not in _registered:
+            raise KeyError(f"no pattern {name!r} is registered; "
+                           f"registered: {', '.join(_registered) or 'none'}")
+        del _registered[name]
+
+
+def patterns() -> tuple[Pattern, ...]:
+    """All patterns in the order in which they are tried."""
+    with _lock:
+        return (*_registered.values(), *BUILT_IN)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A norm and the pattern that found it."""
+
+    norm: Norm
+    pattern: Pattern
+
+
+def find_norms(lens: Lens) -> tuple[list[Found], list[tuple[Node, Decline]]]:
     """All norms of a graph, and those that were recognised but cannot be fused, with the reason."""
-    norms: list[Norm] = []
+    norms: list[Found] = []
     refused: list[tuple[Node, Decline]] = []
+    active = patterns()
     for node in lens.nodes:
-        for match in MATCHERS:
+        for pattern in active:
+            found: list[Norm] = []
             try:
-                norms += match(lens, node)
+                found = list(_matched(pattern, lens, node))
+                for norm in found:
+                    check_norm(lens, norm)
+                    norms.append(Found(norm, pattern))
             except Decline as decline:
                 refused.append((node, decline))
+                break
+            if found:
+                break  # a node is one norm
     return norms, refused
 
 
-def candidate(lens: Lens, norm: Norm) -> Candidate:
-    """The sites of `norm`, from the largest growth to the bare norm."""
-    def make(reach) -> Site:
+def _matched(pattern: Pattern, lens: Lens, node: Node) -> list[Norm]:
+    try:
+        return list(pattern.match(lens, node) or ())
+    except Decline:
+        raise
+    except Exception as error:
+        if not pattern.users or strict():
+            raise
+        raise Decline(f"pattern {pattern.name} failed: {type(error).__name__}: {error}", node) from error
+
+
+def candidate(lens: Lens, found: Found) -> Candidate:
+    """The sites of a norm, from the largest growth to the bare norm."""
+    norm = found.norm
+
+    def make(reach: Reach) -> Site:
         if norm.out in lens.transformed:
             raise Decline("inside a functorch transform", norm.out)
         grown = grow(lens, (norm,), reach)
         name = pattern_name(lens, (norm,), grown)
-        return assemble(lens, name, (norm,), grown.interior, grown.outputs, grown.regroup)
+        site = assemble(lens, name, (norm,), grown.interior, grown.outputs, grown.regroup)
+        if found.pattern.users:  # ours are checked once, when they are written into the graph
+            try:
+                check_contract(lens, site)
+            except ContractError as error:
+                raise Decline(f"refused by the contract: {error}", norm.out) from error
+        return site
 
     return Candidate(norm.out, iter([lambda reach=reach: make(reach) for reach in REACHES]))

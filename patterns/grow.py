@@ -74,6 +74,7 @@ class Grower:
         self.space = lens.tensor(first.value).shape
         self.device = lens.tensor(first.value).device
         self.flat = len(first.shape) > 1
+        self.axis = -1 if first.axis is None else first.axis
 
     def run(self) -> Grown:
         for norm in self.norms:
@@ -120,7 +121,8 @@ class Grower:
     def _try_regroup(self, node: Node, chain: list[Node], on_value: bool) -> bool:
         """A reshape that keeps the lane moves below the norm, onto the contiguous result."""
         lens = self.lens
-        if not on_value or self.regroup is not None or self.flat or not self.reach.copies:
+        if not on_value or self.regroup is not None or self.flat or self.axis != -1 or \
+                not self.reach.copies:
             return False
         if len(chain) > 1 or lens.kind(node) not in REGROUPING_VIEWS or \
                 lens.kind(node) in ("view_as", "reshape_as"):
@@ -196,8 +198,10 @@ class Grower:
             return False
         if not same_shape(source.shape, fake.shape) or not source.dim():
             return False
-        kept = same(source.stride(-1), 1) or same(source.shape[-1], 1)
-        return kept or (word == "to" and not same(fake.stride(-1), 1))
+        if source.dim() != self.lens.tensor(self.norms[0].value).dim():
+            return True  # a vector: its layout is checked where it is read
+        kept = same(source.stride(self.axis), 1) or same(source.shape[self.axis], 1)
+        return kept or (word == "to" and not same(fake.stride(self.axis), 1))
 
     def _pointwise(self, node: Node, same_only: bool) -> bool:
         lens = self.lens
@@ -230,7 +234,7 @@ class Grower:
             return False
         tail = shape[len(shape) - fake.dim():]
         fits = all(same(size, space) or same(size, 1) for size, space in zip(fake.shape, tail))
-        lane_ok = fake.dim() == 0 or same(fake.shape[-1], 1) or same(fake.stride(-1), 1) or \
+        lane_ok = fake.dim() == 0 or self.axis != -1 or same(fake.shape[-1], 1) or same(fake.stride(-1), 1) or \
             same(fake.stride(-1), 0)
         return fits and lane_ok
 

@@ -27,6 +27,8 @@ class _Trail:
     """The nodes passed on the way; they make up the norm if it is one."""
 
     nodes: set[Node] = field(default_factory=set)
+    #: casts between the value and its statistic: part of the norm where nobody else reads them
+    loose: set[Node] = field(default_factory=set)
 
     def through(self, node: Node) -> Node:
         self.nodes.add(node)
@@ -35,11 +37,11 @@ class _Trail:
 
 @dataclass(frozen=True)
 class _Stat:
-    """A mean of squares over the last `dims` dims of `of` (centred or not)."""
+    """A mean of squares over `dims` (counted from the end) of `of`, centred or not."""
 
     of: Node
     centred: bool
-    dims: int
+    dims: tuple[int, ...]
 
 
 class _NoNorm(Exception):
@@ -87,19 +89,21 @@ class _Matcher:
             raise _NoNorm
         squared = self._rstd(scale) if inverse else self._std(scale, value)
         stat, eps = self._with_eps(squared)
+        if not self._is_statistic(scale, value, stat.dims):
+            raise _NoNorm
         shape = self._normal_shape(stat)
         source = self._source(value, stat)
+        axis = None if stat.dims[-1] == -1 else lens_rank(self.lens, source) + stat.dims[0]
         norm = Norm("layer_norm" if stat.centred else "rms_norm", source, None, None, eps, shape,
-                    self.out, frozenset(self.trail.nodes - {source}), self.lens.tensor(self.out).dtype,
-                    "handwritten layer_norm" if stat.centred else "handwritten rms_norm")
-        self._check(norm)
+                    self.out, self._interior(source), self.lens.tensor(self.out).dtype,
+                    "handwritten layer_norm" if stat.centred else "handwritten rms_norm", axis)
         return norm
 
     # rstd and std
 
     def _rstd(self, node: Node) -> Node:
         """The variance of which `node` is the inverse root."""
-        node = self._uncast(node)
+        node = self._kept(node)
         word, args = self.lens.kind(node), node.args
         if word == "rsqrt":
             return self._step(node, args[0])
@@ -115,7 +119,7 @@ class _Matcher:
 
     def _std(self, node: Node, value: Node | None = None) -> Node:
         """The variance of which `node` is the root."""
-        node = self._uncast(node)
+        node = self._kept(node)
         word, args = self.lens.kind(node), node.args
         if word == "sqrt" or (word == "pow" and len(args) == 2 and args[1] == 0.5):
             return self._step(node, args[0])
@@ -139,7 +143,7 @@ class _Matcher:
 
     def _with_eps(self, node: Node) -> tuple[_Stat, float | Node]:
         """The statistic and the eps of `stat + eps`."""
-        node = self._uncast(node)
+        node = self._kept(node)
         if self.lens.kind(node) == "add" and len(node.args) == 2 and not node.kwargs:
             for a, b in (node.args, node.args[::-1]):
                 if isinstance(a, Node) and self._is_scalar(b):
@@ -159,15 +163,19 @@ class _Matcher:
     # The statistic
 
     def _statistic(self, node: Node) -> _Stat:
-        node = self._kept(self._uncast(node))
+        node = self._kept(node)
         word = self.lens.kind(node)
         if word in ("var", "std"):
-            return self._variance(node, node)
+            return self._variance(node)
         if word == "getitem" and self.lens.kind(node.args[0]) == "var_mean" and node.args[1] == 0:
             self.trail.through(node)
-            return self._variance(node.args[0], node)
+            return self._variance(node.args[0])
         if word == "sub":
             return self._moments(node)
+        if word in ("square", "pow"):
+            root = self._kept(self._square(node))
+            if self.lens.kind(root) == "std":
+                return self._variance(root)
         squares, dims = self._mean(node)
         base = self._square(squares)
         centred = self._centred(base, dims)
@@ -175,7 +183,7 @@ class _Matcher:
             return _Stat(base, False, dims)
         return _Stat(centred, True, dims)
 
-    def _variance(self, call: Node, result: Node) -> _Stat:
+    def _variance(self, call: Node) -> _Stat:
         """`var`, `std` or `var_mean` of the value."""
         bound = dict(zip(("input", "dim"), call.args)) | dict(call.kwargs)
         rest = call.args[2:]
@@ -183,13 +191,16 @@ class _Matcher:
         correction = bound.get("correction", None if unbiased is None else int(unbiased))
         if "dim" not in bound or isinstance(bound["dim"], bool):
             raise _NoNorm
-        dims = self._last_dims(bound["dim"], bound["input"])
-        if not self._keeps_rank(result, bound["input"]):
-            raise _NoNorm
+        dims = self._dims(bound["dim"], bound["input"])
         if correction != 0:
             raise Decline("the variance is unbiased (divided by D-1); LayerNorm's is biased", self.out)
         self.trail.through(call)
-        return _Stat(bound["input"], True, dims)
+        return self._shift_free(bound["input"], dims)
+
+    def _shift_free(self, of: Node, dims: tuple[int, ...]) -> _Stat:
+        """The variance of `of`, which is that of x where `of` is x - mean(x)."""
+        centred = self._centred(of, dims)
+        return _Stat(of if centred is None else centred, True, dims)
 
     def _moments(self, node: Node) -> _Stat:
         """E[x^2] - E[x]^2."""
@@ -203,21 +214,23 @@ class _Matcher:
         of, other = self._mean(self._uncast(mean))
         if other != dims or not self._equal(of, base):
             raise _NoNorm
-        return _Stat(base, True, dims)
+        return self._shift_free(base, dims)
 
-    def _mean(self, node: Node) -> tuple[Node, int]:
-        """(what `node` is the mean of, over how many last dims)."""
-        node = self._kept(self._uncast(node))
+    def _mean(self, node: Node) -> tuple[Node, tuple[int, ...]]:
+        """(what `node` is the mean of, over which dims counted from the end)."""
+        node = self._kept(node)
         word, args = self.lens.kind(node), node.args
         if word == "mean":
             return self._reduced(node)
+        if word == "mul" and len(args) == 2 and isinstance(args[0], (int, float)):
+            args = args[::-1]
         if word in ("div", "mul") and len(args) == 2 and isinstance(args[0], Node):
             total = self._kept(args[0])
             if self.lens.kind(total) == "sum":
                 of, dims = self._reduced(total)
                 count = 1
-                for size in self.lens.tensor(of).shape[-dims:]:
-                    count = count * size
+                for dim in dims:
+                    count = count * self.lens.tensor(of).shape[dim]
                 if not self._counts(args[1], count, word):
                     raise _NoNorm
                 self.trail.through(node)
@@ -232,17 +245,16 @@ class _Matcher:
                 and (factor == count if isinstance(factor, float) else same(factor, count))
         return isinstance(factor, float) and isinstance(count, int) and factor == 1.0 / count
 
-    def _reduced(self, node: Node) -> tuple[Node, int]:
+    def _reduced(self, node: Node) -> tuple[Node, tuple[int, ...]]:
         bound = dict(zip(("input", "dim", "keepdim"), node.args)) | dict(node.kwargs)
         if "dim" not in bound or bound.get("dtype") not in (None, torch.float32, torch.float64):
             raise _NoNorm
-        dims = self._last_dims(bound["dim"], bound["input"])
-        if not self._keeps_rank(node, bound["input"]):
-            raise _NoNorm
+        dims = self._dims(bound["dim"], bound["input"])
         self.trail.through(node)
         return bound["input"], dims
 
-    def _last_dims(self, dim, value: Node) -> int:
+    def _dims(self, dim, value: Node) -> tuple[int, ...]:
+        """The reduced dims, counted from the end."""
         fake = self.lens.tensor(value)
         if fake is None:
             raise _NoNorm
@@ -250,35 +262,30 @@ class _Matcher:
         dims = [dim] if isinstance(dim, int) else list(dim) if isinstance(dim, (tuple, list)) else []
         if not dims or not all(isinstance(d, int) for d in dims):
             raise _NoNorm
-        places = sorted(d % rank for d in dims)
-        if places != list(range(rank - len(places), rank)):
-            raise Decline(f"normalises dim {', '.join(map(str, dims))} of {rank}, not the last",
+        places = tuple(sorted(d % rank - rank for d in dims))
+        if places != tuple(range(-len(places), 0)) and len(places) > 1:
+            raise Decline(f"normalises dims {', '.join(map(str, dims))} of {rank}, not the last ones",
                           self.out)
-        return len(places)
+        return places
 
-    def _keeps_rank(self, reduced: Node, value: Node) -> bool:
-        """Whether the statistic reaches its use with the value's rank: keepdim, or an unsqueeze."""
-        fake = self.lens.tensor(reduced)
-        if fake is None:
-            return False
-        return fake.dim() == self.lens.tensor(value).dim() or reduced in self._unsqueezed
-
-    @property
-    def _unsqueezed(self) -> set[Node]:
-        return getattr(self, "_unsqueezed_nodes", set())
+    def _is_statistic(self, node: Node, value: Node, dims: tuple[int, ...]) -> bool:
+        """Whether `node` has one number per row of `value`, in the shape that pairs it with its row."""
+        fake, shape = self.lens.tensor(node), list(self.lens.tensor(value).shape)
+        for dim in dims:
+            shape[dim] = 1
+        return fake is not None and same_shape(fake.shape, shape)
 
     def _kept(self, node: Node) -> Node:
-        """Below an `unsqueeze(-1)` or `[..., None]` that restores a reduced dim."""
-        word = self.lens.kind(node)
-        restores = (word == "unsqueeze" and len(node.args) == 2 and
-                    node.args[1] in (-1, self.lens.tensor(node).dim() - 1)) or \
-            (word == "getitem" and node.args[1] == (Ellipsis, None))
-        if not restores:
-            return node
-        self.trail.through(node)
-        inner = self._uncast(node.args[0])
-        self._unsqueezed_nodes = self._unsqueezed | {inner}
-        return inner
+        """Below casts and views that only restore a reduced dim: `unsqueeze(-1)`, `[..., None]`."""
+        node = self._uncast(node)
+        while self.lens.kind(node) in ("unsqueeze", "getitem", "view", "reshape") and \
+                self.lens.is_view(node):
+            fake, inner = self.lens.tensor(node), self.lens.tensor(node.args[0])
+            if fake is None or inner is None or not same_shape(_long(fake), _long(inner)):
+                break
+            self.trail.through(node)
+            node = self._uncast(node.args[0])
+        return node
 
     def _square(self, node: Node) -> Node:
         """x of x^2."""
@@ -293,7 +300,7 @@ class _Matcher:
 
     # The value
 
-    def _centred(self, node: Node, dims: int) -> Node | None:
+    def _centred(self, node: Node, dims: tuple[int, ...]) -> Node | None:
         """x of x - mean(x), or None when `node` is something else."""
         before = set(self.trail.nodes)
         node = self._uncast(node)
@@ -306,21 +313,22 @@ class _Matcher:
         except (_NoNorm, Decline):
             self.trail.nodes = before
             return None
-        if over != dims or not self._equal(of, node.args[0]):
+        if over != dims or not self._equal(of, node.args[0]) or \
+                not self._is_statistic(node.args[1], node.args[0], dims):
             self.trail.nodes = before
             return None
         self.trail.through(node)
         return node.args[0]
 
-    def _mean_of(self, node: Node) -> tuple[Node, int]:
+    def _mean_of(self, node: Node) -> tuple[Node, tuple[int, ...]]:
         """As `_mean`, and the mean of `var_mean`."""
-        inner = self._kept(self._uncast(node))
+        inner = self._kept(node)
         if self.lens.kind(inner) == "getitem" and self.lens.kind(inner.args[0]) == "var_mean" and \
                 inner.args[1] == 1:
             call = inner.args[0]
             dim = call.kwargs.get("dim", call.args[1] if len(call.args) > 1 else None)
             self.trail.nodes |= {inner, call}
-            return call.args[0], self._last_dims(dim, call.args[0])
+            return call.args[0], self._dims(dim, call.args[0])
         return self._mean(node)
 
     def _source(self, value: Node, stat: _Stat) -> Node:
@@ -348,8 +356,7 @@ class _Matcher:
         common = next((n for n in theirs if n in mine), None)
         if common is None:
             return False
-        # The casts between the common value and the statistic belong to the norm.
-        self.trail.nodes |= set(theirs[:theirs.index(common)]) - set(mine)
+        self.trail.loose |= set(theirs[:theirs.index(common)]) - set(mine)
         return True
 
     def _exact_cast(self, node: Node) -> bool:
@@ -358,6 +365,13 @@ class _Matcher:
             torch.promote_types(source.dtype, fake.dtype) == fake.dtype
 
     # Helpers
+
+    def _interior(self, source: Node) -> frozenset[Node]:
+        interior = (self.trail.nodes | self.trail.loose) - {source}
+        for cast in sorted(self.trail.loose, key=self.lens.position.__getitem__, reverse=True):
+            if any(user not in interior for user in cast.users):
+                interior.discard(cast)
+        return frozenset(interior)
 
     def _uncast(self, node) -> Node:
         """`node` below its float casts, which join the trail."""
@@ -379,31 +393,24 @@ class _Matcher:
 
     def _normal_shape(self, stat: _Stat) -> tuple[int, ...]:
         shape = []
-        for size in self.lens.tensor(stat.of).shape[-stat.dims:]:
+        for dim in stat.dims:
+            size = self.lens.tensor(stat.of).shape[dim]
             value = size if isinstance(size, int) else hint(size)
             if not same(size, value):
                 raise Decline("the normalised size is symbolic", self.out)
             shape.append(value)
         return tuple(shape)
 
-    def _check(self, norm: Norm) -> None:
-        lens = self.lens
-        if not same_shape(lens.tensor(norm.value).shape, lens.tensor(norm.out).shape):
-            raise Decline("the norm's result has another shape than its input", norm.out)
-        if isinstance(norm.eps, Node) and lens.tensor(norm.eps) is not None:
-            raise Decline("eps is a tensor on the device", norm.out)
-        interior = set(norm.interior)
-        for node in norm.interior - {norm.out}:
-            if lens.segment[node] != lens.segment[norm.out] or lens.is_mutated(node):
-                raise Decline("memory is written, or a mode switched, inside the norm", node)
-            if any(user not in interior for user in node.users):
-                raise Decline("the statistics are read elsewhere too", node)
-
 
 def lens_rank(lens: Lens, node: Node) -> int:
     """Rank of the tensor that `node` yields; -1 when it yields none."""
     fake = lens.tensor(node)
     return -1 if fake is None else fake.dim()
+
+
+def _long(fake: torch.Tensor) -> list:
+    """Its sizes but for those that are 1."""
+    return [size for size in fake.shape if not (isinstance(size, int) and size == 1)]
 
 
 def _is_one(value) -> bool:

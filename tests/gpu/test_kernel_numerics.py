@@ -133,11 +133,13 @@ def test_in_place():
     assert torch.equal(packed[:, rest], untouched[:, rest])
 
 
-def test_a_row_does_not_depend_on_its_batch():
-    r = region("layer_norm", 513, "bf16")
-    inputs = [_cuda(x) for x in inputs_for(r, (3, 40), strided=False)]
+@pytest.mark.parametrize("lane", [17, 128, 513, 1024, 4096, 20000])
+def test_a_row_does_not_depend_on_its_batch(lane):
+    r = region("layer_norm", lane, "bf16")
+    inputs = [_cuda(x) for x in inputs_for(r, (3, 2**22 // lane // 3), strided=False)]
     run = Runner(r)
     whole, = run(inputs, [1e-5])
-    for row in (0, 17, 39):
-        alone, = run([inputs[0][1:2, row:row + 1], *inputs[1:]], [1e-5])
-        assert torch.equal(alone[0, 0], whole[1, row])
+    for rows in (1, 2, 7, 60):
+        for first in (0, 8):
+            part, = run([inputs[0][1:2, first:first + rows], *inputs[1:]], [1e-5])
+            assert torch.equal(part[0], whole[1, first:first + rows])

@@ -149,7 +149,6 @@ class Variant:
     weight_after_cast: bool = True
     bias: bool = False
     centred_twice: bool = False
-    statistics_first: bool = True
     dtype: str = "bfloat16"
 
     @property
@@ -168,7 +167,7 @@ CHOICES = {
     "root": ROOTS, "order": ORDERS, "eps_side": EPS_SIDES, "eps_kind": EPS_KINDS, "upcast": UPCASTS,
     "cast_place": CAST_PLACES, "downcast": DOWNCASTS, "weight": WEIGHTS,
     "weight_after_cast": (True, False), "bias": (True, False), "centred_twice": (True, False),
-    "statistics_first": (True, False), "dtype": ("bfloat16", "float16", "float32"),
+    "dtype": ("bfloat16", "float16", "float32"),
 }
 
 
@@ -177,8 +176,12 @@ def canonical(v: Variant) -> Variant:
     plain, same = Variant(), set()
     if v.norm == "rms":
         same |= {"variance", "centred_twice"}
-    elif v.variance not in ("squares", "std squared", "moments"):
-        same |= {"squares"}
+    else:
+        if v.variance not in ("squares", "moments"):
+            same |= {"squares"}
+        if v.variance not in ("squares", "var of centred"):  # those that read the centred value
+            same |= {"centred_twice"}
+            same |= {"cast_place"} if v.cast_place == "squares" else set()
     if "/ " in v.root or "div" in v.root:
         same |= {"order"}
     if v.weight == "none" and not v.bias:
@@ -218,14 +221,14 @@ class Spelled(nn.Module):
         v, up, place = self.v, UPCASTS[self.v.upcast], self.v.cast_place
         value = up(x) if place == "value" else x
         of = up(x) if place == "statistics" else value
+        centred, again = value, of
         if v.norm == "ln":
-            centred = value - v.mean(of)
-            again = of - v.mean(of) if v.centred_twice else centred
-        else:
-            centred = value
-            again = of
-        stat = v.mean(v.square(up(again) if place == "squares" else again)) if v.norm == "rms" else \
-            VARIANCES[v.variance](of, up(again) if place == "squares" else again, v)
+            centred = again = value - v.mean(of)
+            if v.centred_twice:
+                again = of - v.mean(of)
+        if place == "squares":
+            again = up(again)
+        stat = v.mean(v.square(again)) if v.norm == "rms" else VARIANCES[v.variance](of, again, v)
         if place == "rstd":
             stat = up(stat)
         eps = {"float": EPS, "f32": VALUE_F32, "attribute": self.eps}[v.eps_kind] \

@@ -1,0 +1,85 @@
+"""What every pattern must keep, built in or a user's: checked, never trusted.
+
+A fused op has to yield exactly what it replaces (shape, strides, dtype, device), and a norm has to be a
+piece of graph that nothing else looks into.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from .graph import Lens, same, same_shape
+from .kernels.reference import TORCH_DTYPES
+from .kernels.region import NORMS, broadcast_sizes, dense_strides
+from .site import Decline, Norm, Site, Step, replay
+
+
+class ContractError(AssertionError):
+    """A fused op would not yield exactly what it replaces: a bug of a pattern."""
+
+
+def check_norm(lens: Lens, norm: Norm) -> None:
+    """Raise Decline unless `norm` is a closed piece of the graph that yields what it is given.
+
+    Its interior ends in `out`; nobody outside reads the rest of it; nothing in it is written in place or
+    lies behind a switch of grad mode or autocast; the result has the value's shape and the weights
+    have the normalised one.
+    """
+    value, out = lens.tensor(norm.value), lens.tensor(norm.out)
+    if norm.op not in NORMS or value is None or out is None:
+        raise Decline(f"{norm.op!r} of no tensor is no norm", norm.out)
+    if norm.out not in norm.interior or norm.value in norm.interior:
+        raise Decline("the norm's nodes must hold its result and not its input", norm.out)
+    if not same_shape(value.shape, out.shape):
+        raise Decline("the norm's result has another shape than its input", norm.out)
+    dims = [norm.axis] if norm.axis is not None else range(-len(norm.shape), 0)
+    if len(norm.shape) > value.dim() or \
+            not all(same(value.shape[d], n) for d, n in zip(dims, norm.shape)):
+        raise Decline(f"the normalised shape {norm.shape} is not the input's", norm.out)
+    if norm.dtype != out.dtype:
+        raise Decline(f"the norm yields {out.dtype}, not {norm.dtype}", norm.out)
+    for vector in (norm.weight, norm.bias):
+        if vector is not None and (lens.tensor(vector) is None or
+                                   not same_shape(lens.tensor(vector).shape, norm.shape)):
+            raise Decline("weight or bias is not of the normalised shape", norm.out)
+    if isinstance(norm.eps, Node) and lens.tensor(norm.eps) is not None:
+        raise Decline("eps is a tensor on the device", norm.out)
+    for node in norm.interior:
+        if node.op not in ("call_function", "call_method"):
+            raise Decline("a norm cannot hold a graph input", node)
+        if lens.segment[node] != lens.segment[norm.out] or \
+                (node is not norm.out and lens.is_mutated(node)):
+            raise Decline("memory is written, or a mode switched, inside the norm", node)
+        if node is not norm.out and any(user not in norm.interior for user in node.users):
+            raise Decline("the statistics are read elsewhere too", node)
+
+
+def check_contract(lens: Lens, site: Site) -> None:
+    """Raise ContractError unless each output of `site` has the shape, strides, dtype and device of
+    the value it replaces, for all sizes that the graph may meet."""
+    region = site.region
+    sizes = broadcast_sizes(region, [fake.shape for fake in site.fakes])
+    devices = {fake.device for fake in site.fakes}
+    for out, node in zip(region.outputs, site.outputs, strict=True):
+        value, finish, axis = lens.tensor(node), site.finish, site.norms[0].axis
+        if axis is not None:  # compare with the normalised dim at the end, as the region has it
+            value, finish = replay(value, (Step.method("movedim", axis, -1),)), ()
+        fake = replay(_empty(value, sizes, dense_strides(sizes, out.order)), finish)
+        order = range(value.dim()) if finish else out.order
+        # Sizes that are proven equal may be written differently, and strides with them: the wanted
+        # strides are compared with those that the wanted sizes give.
+        if not same_shape(fake.shape, value.shape) or \
+                not same_shape(dense_strides(tuple(value.shape), order), value.stride()) or \
+                (finish and not same_shape(fake.stride(), dense_strides(fake.shape, order))):
+            raise ContractError(f"{node.name}: the fused op yields {tuple(fake.shape)} in order "
+                                f"{out.order}, the graph {tuple(value.shape)}, {value.stride()}")
+        if TORCH_DTYPES[out.dtype] != value.dtype or devices != {value.device}:
+            raise ContractError(f"{node.name}: the fused op yields {out.dtype} on {devices}, "
+                                f"the graph {value.dtype} on {value.device}")
+
+
+def _empty(like: torch.Tensor, sizes, strides) -> torch.Tensor:
+    """A fake of the given layout in the fake mode of `like`."""
+    with like.fake_mode:
+        return torch.empty_strided(sizes, strides, dtype=like.dtype, device=like.device)
