@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib.util
+import os
 import sys
 import time
 import warnings
@@ -20,12 +22,13 @@ import torch
 from rich.console import Console
 from rich.panel import Panel
 from rich.rule import Rule
+from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 from torch import nn
 from torch.nn import functional as F
 
-console = Console(highlight=False, width=min(Console().width, 100))
+console = Console(highlight=False, width=min(Console().width, 110) if sys.stdout.isatty() else 100)
 
 
 # -- the models
@@ -64,7 +67,9 @@ def attention():
 
 def cogvideox():
     from diffusers import CogVideoXTransformer3DModel
+    from diffusers.utils import logging
 
+    logging.set_verbosity_error()
     model = CogVideoXTransformer3DModel(
         num_layers=4, num_attention_heads=4, attention_head_dim=64, in_channels=4, out_channels=4,
         time_embed_dim=64, text_embed_dim=64, max_text_seq_length=16,
@@ -133,7 +138,37 @@ def show(title: str, build, device: torch.device) -> bool:
     verdict = Text("within the bound (twice eager's error plus one rounding step)", "green") if fine \
         else Text("beyond the bound", "bold red")
     console.print(verdict, Text(f"first call, tracing included: {seconds:.1f} s", "dim"), sep="; ")
+    if build is attention and reports and reports[0].sites:
+        show_kernel(reports[0].sites[0], device)
+        if device.type == "cpu":
+            fine &= interpret(compiled, inputs, model)
     return fine and not any(report.error for report in reports)
+
+
+def show_kernel(site, device: torch.device) -> None:
+    source = site.source() if site.source else None
+    if source:
+        where = "an Ascend 910B3 would run (generated here, not run)" if device.type == "cpu" else "ran"
+        console.print()
+        console.print(f"The kernel that {where}, for [bold]{site.where}[/bold]:")
+        console.print(Syntax(source.strip(), "python", background_color="default", word_wrap=True))
+
+
+def interpret(compiled, inputs, model) -> bool:
+    """The kernels themselves on the CPU, by Triton's interpreter, on a few tokens."""
+    if importlib.util.find_spec("triton") is None:
+        return True
+    few = {name: tensor[:24] for name, tensor in inputs.items()}
+    os.environ["ASCEND_LN_FUSE_INTERPRET"] = "1"
+    try:
+        with torch.no_grad():
+            ours, eager = compiled(**few), model(**few)
+    finally:
+        del os.environ["ASCEND_LN_FUSE_INTERPRET"]
+    difference = (ours.double() - eager.double()).abs().max().item()
+    console.print("The kernels' own code, run by Triton's interpreter on 48 tokens, differs from eager "
+                  f"by at most {difference:.1e}.")
+    return difference <= 2 * torch.finfo(ours.dtype).eps * eager.abs().max().item()
 
 
 def move(model, inputs, device, dtype):
@@ -157,15 +192,15 @@ def in_words(reports) -> list[Text]:
     if fused:
         ops = sum(len(site.kernels_removed) for site in fused)
         hidden = Counter(name for site in fused for name in site.hidden_kernels)
-        text = f"{len(fused)} of {len(sites)} norm sites now run as one kernel each, in the place of {ops} " \
-               f"operators of the graph."
+        text = f"{len(fused)} of {len(sites)} norm sites are fused; they stand for {ops} operators of the " \
+               f"graph."
         if hidden:
             names = ", ".join(f"{count} {name}" for name, count in hidden.most_common())
-            text += f" On an Ascend NPU, {sum(hidden.values())} kernels that nobody wrote would go " \
-                    f"too ({names}): a prediction from CANN's sources."
+            text += f" On an Ascend NPU, {sum(hidden.values())} kernels that nobody wrote would go too " \
+                    f"({names}): a prediction from CANN's sources."
         pairs = [(s.bytes_before, s.bytes_after) for s in fused if s.bytes_before and s.bytes_after]
         before, after = (sum(column) for column in zip(*pairs))
-        text += f" They read and write {after / 2**20:.2f} MiB a call instead of {before / 2**20:.2f}."
+        text += f" The sites read and write {after / 2**20:.2f} MiB a call instead of {before / 2**20:.2f}."
         lines.append(Text(text))
     for reason, count in Counter(s.reason for s in sites if s.status != "fused").items():
         lines.append(Text(f"Left alone ({count}): {reason}.", "yellow"))

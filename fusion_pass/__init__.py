@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 _PLACES = {
     "auto_fusion": "backend", "Options": "options", "FusionReport": "report",
     "SiteReport": "report", "last_reports": "report", "clear_reports": "report",
-    "inplace_layer_norm_": "inplace",
+    "inplace_layer_norm_": "kernels.inplace",
     "register_pattern": "patterns", "unregister_pattern": "patterns",
     "Norm": "site", "Decline": "site",
 }
