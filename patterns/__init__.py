@@ -93,32 +93,28 @@ def find_norms(lens: Lens) -> tuple[list[Found], list[tuple[Node, Decline]]]:
     """All norms of a graph, and those that were recognised but cannot be fused, with the reason."""
     norms: list[Found] = []
     refused: list[tuple[Node, Decline]] = []
-    active = patterns()
+    active = list(patterns())
     for node in lens.nodes:
-        for pattern in active:
-            found: list[Norm] = []
+        for pattern in tuple(active):
             try:
-                found = list(_matched(pattern, lens, node))
+                found = list(pattern.match(lens, node) or ())
                 for norm in found:
                     check_norm(lens, norm)
                     norms.append(Found(norm, pattern))
             except Decline as decline:
                 refused.append((node, decline))
                 break
+            except Exception as error:
+                if not pattern.users or strict():
+                    raise
+                # A user's pattern that fails is out for this graph; the others go on.
+                active.remove(pattern)
+                refused.append((node, Decline(f"pattern {pattern.name} failed: "
+                                              f"{type(error).__name__}: {error}", node)))
+                continue
             if found:
                 break  # a node is one norm
     return norms, refused
-
-
-def _matched(pattern: Pattern, lens: Lens, node: Node) -> list[Norm]:
-    try:
-        return list(pattern.match(lens, node) or ())
-    except Decline:
-        raise
-    except Exception as error:
-        if not pattern.users or strict():
-            raise
-        raise Decline(f"pattern {pattern.name} failed: {type(error).__name__}: {error}", node) from error
 
 
 def candidate(lens: Lens, found: Found) -> Candidate:
