@@ -6,6 +6,8 @@ BASE_PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 # The Python of a machine with a GPU, whose torch and Triton drive it: `make test-gpu`, `make bench`.
 PYTHON ?= python3
+# More arguments for pytest or the benchmark: make test-gpu ARGS="-n 8".
+ARGS ?=
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -25,10 +27,10 @@ lint: $(READY)
 
 # The numerics of every kernel shape on an NVIDIA GPU; skipped, with a message, where there is none.
 test-gpu: build/gpu-site
-	ASCEND_LN_FUSE_STRICT=1 PYTHONPATH=build/gpu-site $(PYTHON) -m pytest -rs tests/gpu
+	ASCEND_LN_FUSE_STRICT=1 PYTHONPATH=build/gpu-site $(PYTHON) -m pytest -rs $(ARGS) tests/gpu
 
 bench: build/gpu-site
-	PYTHONPATH=build/gpu-site $(PYTHON) benchmarks/strided_norm.py
+	PYTHONPATH=build/gpu-site $(PYTHON) benchmarks/strided_norm.py $(ARGS)
 
 # Made anew each time: it must be this checkout.
 .PHONY: build/gpu-site

@@ -18,11 +18,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from ascend_ln_fuse.kernels.codegen import Tile, generate, jit
+from ascend_ln_fuse.kernels.codegen import generate
 from ascend_ln_fuse.kernels.launch import Runner, launch_facts
 from ascend_ln_fuse.kernels.layout import layout
 from ascend_ln_fuse.kernels.reference import reference
 from ascend_ln_fuse.kernels.region import NormRegion, parse
+from ascend_ln_fuse.kernels.source import Tile, jit
 from ascend_ln_fuse.kernels.targets import target_for
 from ascend_ln_fuse.kernels.tiling import ladder
 from torch.nn import functional as F

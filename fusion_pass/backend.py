@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from torch.fx import Graph, GraphModule
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from . import cost
 from .graph import Lens, hint, module_path, source_line
@@ -20,7 +21,7 @@ from .patterns import candidate, find_norms
 from .patterns.packed import join_packed
 from .report import FusionReport, SiteReport, emit, record
 from .rewrite import rewrite
-from .select import Candidate, Taken, select
+from .select import select
 from .site import Decline, Site
 
 _graph_numbers = itertools.count()
@@ -51,6 +52,7 @@ def ascend_ln_fuse(gm: GraphModule, example_inputs, *,
         graph, sites = fuse_graph(original, chosen)
         if graph is not None:
             gm.graph = graph
+            _LazyGraphModule.force_recompile(gm)  # here, where a failure falls back
     except Exception as failure:
         if strict():
             raise

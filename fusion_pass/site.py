@@ -150,12 +150,12 @@ class Assembler:
     """Writes the region of a set of nodes (see `assemble`)."""
 
     def __init__(self, lens: Lens, norms: Sequence[Norm], interior: frozenset[Node],
-                 regroup: Node | None):
+                 result: Node, regroup: Node | None):
         self.lens, self.interior, self.regroup = lens, interior, regroup
         self.norms = {norm.out: norm for norm in norms}
         first = norms[0]
         self.normal_shape = first.shape
-        value = lens.tensor(regroup.args[0]) if regroup is not None else lens.tensor(first.value)
+        value = lens.tensor(result if regroup is None else regroup.args[0])
         self.device = value.device
         self.flat = len(first.shape)
         self.rank = value.dim()
@@ -183,7 +183,7 @@ class Assembler:
 
     def _emit(self, node: Node, steps) -> str:
         if node in self.norms:
-            return self._norm(self.norms[node])
+            return self._norm(self.norms[node], steps)
         if node not in self.interior:
             return self._operand(node, steps)
         lens = self.lens
@@ -207,16 +207,28 @@ class Assembler:
 
     def _argument(self, arg, steps, node: Node):
         if isinstance(arg, Node):
-            if isinstance(value_of(arg), torch.Tensor):
-                return self.emit(arg, steps)
+            fake = self.lens.tensor(arg)
+            if fake is not None:
+                if not steps or same_shape(fake.shape, self.lens.tensor(node).shape):
+                    return self.emit(arg, steps)
+                # A view below the norm leaves the lane alone, and so all that has only a lane.
+                if fake.dim() > 1 or not self._below(node):
+                    raise Decline("a view is taken of a broadcast operand", arg)
+                return self.emit(arg)
             return self.scalar(arg)
         if isinstance(arg, bool) or not isinstance(arg, (int, float)):
             raise Decline(f"argument {arg!r} is no number", node)
         return float(arg)
 
-    def _norm(self, norm: Norm) -> str:
+    def _below(self, node: Node) -> bool:
+        """Whether a pointwise node computes with a norm's result."""
+        return any(arg in self.norms or (arg in self.interior and self._below(arg))
+                   for arg in node.all_input_nodes)
+
+    def _norm(self, norm: Norm, steps: tuple[Step, ...]) -> str:
+        # Views below the norm (`steps`) permute or select rows, so they may be taken above it.
         dtype = self._word(norm.dtype, norm.out)
-        value = self.cast(self.emit(norm.value), dtype)
+        value = self.cast(self.emit(norm.value, steps), dtype)
         vectors = [None if v is None else self.emit(v) for v in (norm.weight, norm.bias)]
         if self.lens.tensor(norm.value).dtype != norm.dtype:  # autocast casts all operands
             vectors = [None if v is None else self.cast(v, dtype) for v in vectors]
@@ -342,7 +354,7 @@ def assemble(lens: Lens, pattern: str, norms: Sequence[Norm], interior: frozense
     Raises:
         Decline: where the nodes have no exact region, with the node that is in the way.
     """
-    builder = Assembler(lens, norms, interior, regroup)
+    builder = Assembler(lens, norms, interior, outputs[0], regroup)
     written = []
     finish: tuple[Step, ...] = ()
     if regroup is not None:

@@ -17,78 +17,17 @@ carried through a loop, statistics two-pass, padded lanes zeroed after centring.
 from __future__ import annotations
 
 import hashlib
-import keyword
-import linecache
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 
 from .layout import Structure, Unsupported
 from .pointwise import POINTWISE
 from .region import NORMS, Line, NormRegion
+from .source import KernelSource, Tile
 from .targets import Target
+from .values import Value, analyse, ancestors, rounds, variable
 
 _TL = {"bf16": "tl.bfloat16", "f16": "tl.float16", "f32": "tl.float32", "f64": "tl.float64"}
 _POINTERS = {"bf16": "*bf16", "f16": "*fp16", "f32": "*fp32", "f64": "*fp64"}
-
-#: Ops whose result is representable wherever all their operands are.
-_EXACT = {"neg", "abs", "relu", "maximum", "minimum"}
-
-#: Dtypes a dtype's values are exactly representable in.
-_WIDER = {"bf16": {"bf16", "f32", "f64"}, "f16": {"f16", "f32", "f64"},
-          "f32": {"f32", "f64"}, "f64": {"f64"}}
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Block shape and launch options; see `tiling.choose`.
-
-    Attributes:
-        rows: rows of a tile.
-        cols: columns of a tile: at least D, or a part of D (column passes).
-        num_warps: CUDA only.
-    """
-
-    rows: int
-    cols: int
-    num_warps: int = 4
-
-    def __str__(self) -> str:
-        return f"{self.rows} rows x {self.cols} columns"
-
-
-@dataclass(frozen=True)
-class KernelSource:
-    """A generated kernel.
-
-    Attributes:
-        name: of the function; what profilers show.
-        source: text of a module that defines it.
-        params: (name, type) in order; types as in a Triton signature ("*bf16", "i64", "i32", "fp32").
-        tile: its block shape.
-    """
-
-    name: str
-    source: str
-    params: tuple[tuple[str, str], ...]
-    tile: Tile
-
-    @property
-    def signature(self) -> dict[str, str]:
-        """Parameter name -> Triton type."""
-        return dict(self.params)
-
-
-@dataclass(frozen=True)
-class _Value:
-    """A value during generation: the variable that holds it in the compute type and what is known."""
-
-    var: str
-    rows: bool           # differs from row to row of a tile
-    lane: bool           # has one value per lane element
-    program: bool        # the same for every tile of a program
-    exact: str           # narrowest dtype that represents every value of it
-    zero: bool           # 0 in padded lanes
 
 
 @lru_cache(maxsize=1024)
@@ -106,27 +45,6 @@ def generate(region: NormRegion, structure: Structure, tile: Tile, target: Targe
     return _Generator(region, structure, tile, target).kernel()
 
 
-def load(kernel: KernelSource) -> Callable:
-    """The Python function of a kernel, compiled in memory. Its text is registered with linecache,
-    where `inspect.getsource`, and so Triton, finds it. Imports triton."""
-    filename = f"<ascend_ln_fuse {kernel.name}>"
-    lines = kernel.source.splitlines(keepends=True)
-    # No modification time: linecache.checkcache leaves the entry alone.
-    linecache.cache[filename] = (len(kernel.source), None, lines, filename)
-    namespace = {"__name__": f"ascend_ln_fuse.generated.{kernel.name}"}
-    exec(compile(kernel.source, filename, "exec"), namespace)  # noqa: S102 - text made above
-    return namespace[kernel.name]
-
-
-def jit(kernel: KernelSource):
-    """The Triton JIT function of a kernel. Integer arguments are not specialised: one binary serves
-    every size; the alignment of pointers is."""
-    from triton.runtime.jit import JITFunction
-
-    scalars = [name for name, type_ in kernel.params if not type_.startswith("*")]
-    return JITFunction(load(kernel), do_not_specialize=scalars)
-
-
 class _Generator:
     """Writes one kernel. `self.values` maps a region's names to what is in scope at the moment."""
 
@@ -139,53 +57,15 @@ class _Generator:
         self.padded = self.lane % self.cols != 0
         self.lines: list[str] = []
         self.indent = 1
-        self.values: dict[str, _Value] = {}
+        self.values: dict[str, Value] = {}
         self.loaded = dict(zip((x.name for x in region.inputs), structure.operands))
         self.stored = structure.operands[len(region.inputs):]
-        self.needed = self._ancestors([out.value for out in region.outputs])
+        self.needed = ancestors(region, [out.value for out in region.outputs])
         self.read = {a for line in region.body if line.name in self.needed for a in line.args}
         self.written = {out.value for out in region.outputs}
         self.narrow: set[str] = set()
-        self.traits = self._traits()
-
-    # -- what is known before a line is written ------------------------------------------------
-
-    def _ancestors(self, names) -> set[str]:
-        """Names that `names` depend on, themselves included (norm operands too)."""
-        wanted = set(names)
-        for line in reversed(self.region.body):
-            if line.name in wanted:
-                wanted.update(a for a in line.args if isinstance(a, str))
-        return wanted
-
-    def _traits(self) -> dict[str, _Value]:
-        traits: dict[str, _Value] = {}
-        for operand in self.region.inputs:
-            shape = self.loaded[operand.name]
-            rows = shape.moving[self.structure.blocked] and self.rows > 1
-            traits[operand.name] = _Value(_safe(operand.name), rows, shape.lane,
-                                          not any(shape.moving), operand.dtype, shape.lane)
-        for name in self.region.scalars:
-            traits[name] = _Value(_safe(name), False, False, True, self.compute, False)
-        for line in self.region.body:
-            args = [traits[a] for a in line.args if isinstance(a, str)]
-            lane = any(a.lane for a in args)
-            if line.op in NORMS:
-                eps = line.args[-1]
-                if not traits[line.args[0]].lane:
-                    raise Unsupported(f"{line.op} of a value without a lane, {line.args[0]}")
-                if isinstance(eps, str) and eps not in self.region.scalars:
-                    raise Unsupported(f"eps of {line.name} is a tensor, {eps}")
-            exact = line.dtype
-            literals = any(isinstance(a, float) for a in line.args)
-            if line.op == "cast" or (line.op in _EXACT and not literals):
-                fits = [a.exact for a in args if line.dtype in _WIDER[a.exact]]
-                exact = fits[0] if len(set(fits)) == 1 and len(fits) == len(args) else exact
-            zero = (line.op in ("cast", "neg", "abs", "relu", "add", "sub")
-                    and not literals and all(a.zero for a in args))
-            traits[line.name] = _Value(_safe(line.name), any(a.rows for a in args), lane,
-                                       all(a.program for a in args), exact, zero)
-        return traits
+        self.by_name = {line.name: line for line in region.body}
+        self.traits = analyse(region, structure, tile.rows)
 
     # -- the whole kernel ----------------------------------------------------------------------
 
@@ -193,8 +73,8 @@ class _Generator:
         params = self._params()
         self._prologue()
         body = self.region.body
-        self._section([x for x in self._names() if self._level(x) == "program"])
         if self.target.persistent:
+            self._section([x for x in self._names() if self._level(x) == "program"])
             self.put("# Each program works off a contiguous range of tiles.")
             self.put("FIRST = tl.program_id(0) * PER")
             self.put("for TILE in range(FIRST, tl.minimum(FIRST + PER, TILES)):")
@@ -202,7 +82,7 @@ class _Generator:
         else:
             self.put("TILE = tl.program_id(0)")
         self._decode()
-        self._section([x for x in self._names() if self._level(x) == "tile"])
+        self._section([x for x in self._names() if self._level(x) != "column"])
         if self.in_memory:
             self._stores()
         else:
@@ -233,7 +113,7 @@ class _Generator:
             # A float argument is fp32 in Triton; an fp64 one travels as its bits.
             params += [(f"BITS_{name}", "i64") for name in region.scalars]
         else:
-            params += [(_safe(name), "fp32") for name in region.scalars]
+            params += [(variable(name), "fp32") for name in region.scalars]
         return tuple(params)
 
     def _prologue(self) -> None:
@@ -243,7 +123,7 @@ class _Generator:
             self._columns()
         if self.compute == "f64":
             for name in self.region.scalars:
-                self.put(f"{_safe(name)} = BITS_{name}.to(tl.int64).to(tl.float64, bitcast=True)")
+                self.put(f"{variable(name)} = BITS_{name}.to(tl.int64).to(tl.float64, bitcast=True)")
         for name in self.region.scalars:
             self.values[name] = self.traits[name]
 
@@ -305,16 +185,34 @@ class _Generator:
         return "program" if value.program else "tile"
 
     def _section(self, names) -> None:
-        """Loads and lines for `names` that are not in scope yet."""
-        lines = {line.name: line for line in self.region.body}
+        """Loads and lines for `names` that are not in scope yet.
+
+        What streams through is loaded first. On GPUs the rest is loaded where it is needed: weights
+        that wait in registers through the reductions would cost occupancy. (Ascend's compiler
+        schedules loads itself, and keeps weights across tiles.)"""
+        inputs = {x.name for x in self.region.inputs}
         for name in names:
-            if name in self.values:
-                continue
-            if name in lines:
-                self._line(lines[name])
-            else:
+            if name in inputs and (self.target.persistent or self._streams(name)):
+                self._value(name)
+        for name in names:
+            if name not in inputs:
+                self._value(name)
+
+    def _streams(self, name: str) -> bool:
+        """An operand with elements of its own for every row."""
+        operand = self.loaded[name]
+        return operand.lane and operand.moving[self.structure.blocked]
+
+    def _value(self, name: str) -> Value:
+        """The value, made here if it is not in scope."""
+        if name not in self.values:
+            line = self.by_name.get(name)
+            if line is None:
                 self._load(name)
+            else:
+                self._line(line)
             self.values[name] = self.traits[name]
+        return self.values[name]
 
     # -- memory --------------------------------------------------------------------------------
 
@@ -334,8 +232,11 @@ class _Generator:
     def _load(self, name: str) -> None:
         value, operand = self.traits[name], self.loaded[name]
         mask = self._mask(value.rows, value.lane)
-        masked = f", mask={' & '.join(mask)}, other=0.0" if mask else ""
-        text = f"tl.load({self._address(name, operand, value.rows)}{masked})"
+        rest = f", mask={' & '.join(mask)}, other=0.0" if mask else ""
+        if self.target.cache_hints and operand.lane:
+            # Weights are read by every program, rows once.
+            rest += f', eviction_policy="evict_{"first" if self._streams(name) else "last"}"'
+        text = f"tl.load({self._address(name, operand, value.rows)}{rest})"
         if self.region.dtype_of[name] != self.compute:
             text += f".to({self.tl_compute})"
         self.put(f"{value.var} = {text}")
@@ -343,7 +244,7 @@ class _Generator:
     def _stores(self) -> None:
         for tag, out, operand in zip(self.tags[len(self.region.inputs):], self.region.outputs,
                                      self.stored):
-            value = self.values[out.value]
+            value = self._value(out.value)
             rows = operand.moving[self.structure.blocked] and self.rows > 1
             narrow = out.value in self.narrow
             text = f"NARROW_{out.value}" if narrow else value.var
@@ -359,30 +260,24 @@ class _Generator:
 
     def _word(self, arg) -> str:
         if isinstance(arg, str):
-            return self.values[arg].var
+            return self._value(arg).var
         text = {"inf": "1e999", "-inf": "(-1e999)"}.get(repr(arg), repr(arg))
         return f"({text})" if text.startswith("-") else text
 
     def _line(self, line: Line) -> None:
         value = self.traits[line.name]
-        self.put(f"# {line}")
         if line.op in NORMS:
             text = self._norm(line)
-        elif line.op == "cast":
-            text = self._word(line.args[0])
         else:
-            text = POINTWISE[line.op].triton.format(*map(self._word, line.args))
+            words = [self._word(arg) for arg in line.args]
+            self.put(f"# {line}")
+            text = words[0] if line.op == "cast" else POINTWISE[line.op].triton.format(*words)
         self.put(f"{value.var} = {self._rounded(text, line)}")
 
     def _rounded(self, text: str, line: Line) -> str:
         """`text`, rounded to the line's dtype and widened again, where that is not the identity."""
-        if line.dtype == self.compute:
+        if line.dtype == self.compute or not rounds(line, self.traits):
             return text
-        if line.op == "cast" or line.op in _EXACT:
-            exact = {self.traits[a].exact for a in line.args if isinstance(a, str)}
-            literal = any(isinstance(a, float) for a in line.args)
-            if not literal and all(line.dtype in _WIDER[e] for e in exact):
-                return text
         if line.name in self.written:
             if line.name not in self.read:
                 return text  # the store rounds
@@ -403,6 +298,13 @@ class _Generator:
             return f"tl.div_rn(1.0, tl.sqrt_rn({text}))"
         return f"1.0 / tl.sqrt({text})"
 
+    def _mean(self, total: str) -> str:
+        """A true division, once a row: D times one value gives that value back, and a row of equal
+        values is centred to 0. Times 1/D it would be left with a rest that rsqrt(eps) blows up."""
+        if self.target.precise and self.compute == "f32":
+            return f"tl.div_rn({total}, {float(self.lane)!r})"
+        return f"{total} / {float(self.lane)!r}"
+
     def _corrects(self, line: Line) -> bool:
         """Whether a layer_norm corrects its rounded mean. At mean/std 1000 that is worth a factor of
         100 in fp32; a half-precision result rounds it away, and Ascend's vector cores pay for it."""
@@ -415,9 +317,9 @@ class _Generator:
     def _norm(self, line: Line) -> str:
         """The normalised value as an expression. In memory, its statistics are computed here; in
         column passes they stand in `MEAN_`, `SHIFT_` and `RSTD_` variables already."""
-        name, x = line.name, self.values[line.args[0]]
-        affine = [self._word(a) if a is not None else None for a in line.args[1:-1]]
+        name, x = line.name, self._value(line.args[0])
         eps = self._word(line.args[-1])
+        self.put(f"# {line}")
         if line.op == "rms_norm":
             if self.in_memory:
                 kept = x.var if x.zero else self._inside(x.var)
@@ -427,7 +329,7 @@ class _Generator:
         else:
             if self.in_memory:
                 kept = x.var if x.zero else self._inside(x.var)
-                self.put(f"MEAN_{name} = {self._sum(kept)} * {self._share}")
+                self.put(f"MEAN_{name} = {self._mean(self._sum(kept))}")
                 self.put(f"C_{name} = {self._inside(f'{x.var} - MEAN_{name}')}")
                 if self._corrects(line):
                     # The mean was rounded: what it missed is the mean of the centred values.
@@ -440,10 +342,9 @@ class _Generator:
                 if self._corrects(line):
                     self.put(f"C_{name} = C_{name} - SHIFT_{name}")
             text = f"C_{name} * RSTD_{name}"
-        if affine[0] is not None:
-            text = f"{text} * {affine[0]}"
-        if len(affine) > 1 and affine[1] is not None:
-            text = f"{text} + {affine[1]}"
+        for sign, arg in zip("*+", line.args[1:-1]):
+            if arg is not None:
+                text = f"{text} {sign} {self._word(arg)}"
         return text
 
     def _square(self, text: str, name: str) -> str:
@@ -474,7 +375,7 @@ class _Generator:
         self._pass(norms, "First pass: sums.", "SUM")
         for line in norms:
             if line.op == "layer_norm":
-                self.put(f"MEAN_{line.name} = SUM_{line.name} * {self._share}")
+                self.put(f"MEAN_{line.name} = {self._mean(f'SUM_{line.name}')}")
             else:
                 eps = self._word(line.args[-1])
                 self._rstd(line.name, f"SQUARES_{line.name} * {self._share} + {eps}")
@@ -503,9 +404,9 @@ class _Generator:
                 self.put(f"{total}_{line.name} = tl.full(({rows}, 1), 0.0, {self.tl_compute})")
         outside = dict(self.values)
         self._columns()
-        self._section(self._names(self._ancestors([x.args[0] for x in norms])))
+        self._section(self._names(ancestors(self.region, [x.args[0] for x in norms])))
         for line in norms:
-            x, name = self.values[line.args[0]], line.name
+            x, name = self._value(line.args[0]), line.name
             term = x.var if x.zero else self._inside(x.var)
             if kind == "CENTRED":
                 term = self._inside(f"{x.var} - MEAN_{name}")
@@ -554,9 +455,3 @@ class _Generator:
                   f"def {name}(\n" + "\n".join(head) + f"\n):\n{body}\n")
         return KernelSource(name, source, params, tile)
 
-
-def _safe(name: str) -> str:
-    """A region's name as a variable: Python's own words and those the source uses get a suffix that
-    no region name can have."""
-    taken = keyword.iskeyword(name) or name in ("tl", "triton", "range", "float", "int")
-    return f"{name}_V" if taken else name

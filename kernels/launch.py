@@ -18,10 +18,11 @@ from functools import lru_cache
 
 import torch
 
-from .codegen import KernelSource, generate, jit, load
+from .codegen import generate
 from .layout import Layout, Unsupported, layout
 from .reference import TORCH_DTYPES, reference
 from .region import NormRegion, broadcast_sizes, dense_strides
+from .source import KernelSource, Tile, jit, load
 from .targets import Target, target_for
 from .tiling import ladder
 
@@ -35,7 +36,7 @@ _LOCK = threading.RLock()
 
 
 def runs_reference(device: torch.device) -> bool:
-    """Whether a Runner runs the plain torch reference for tensors on `device`, not a kernel."""
+    """Whether regions run as plain torch there: on the CPU, unless the interpreter is asked for."""
     return device.type == "cpu" and os.environ.get(INTERPRET) != "1"
 
 
@@ -147,11 +148,6 @@ class Runner:
             for given, result in zip(outputs or (), results):
                 given.copy_(result)
         return results
-
-
-def runs_reference(device: torch.device) -> bool:
-    """Whether regions run as plain torch there: on the CPU, unless the interpreter is asked for."""
-    return device.type == "cpu" and os.environ.get(INTERPRET) != "1"
 
 
 def _tell_dynamo() -> None:
@@ -382,7 +378,7 @@ class Offline:
 
 
 def offline(region: NormRegion, shapes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]],
-            soc: str = "Ascend910B3", tile=None, cores: int | None = None) -> Offline:
+            soc: str = "Ascend910B3", tile: Tile | None = None, cores: int | None = None) -> Offline:
     """The kernel that an NPU of that SoC would run on such inputs; needs no NPU.
 
     `tile` overrides the choice of block shape, `cores` the number of programs (tests).

@@ -138,7 +138,10 @@ def layout(region: NormRegion, shapes: Sequence[Sequence[int]],
     dims = [[space[d], [row[d] for row in rows]] for d in range(region.outer) if space[d] != 1]
     dims = _sorted(_merged(dims), lanes)
     if not dims:
-        dims = [[1, [0] * len(rows)]]
+        # One row: as if it stood among others, so that it is read, and reduced, as it would be there.
+        whole = [region.rank > 1 and len(x.dims) == region.rank and 1 not in x.dims[:-1]
+                 for x in region.inputs] + [region.rank > 1] * len(region.outputs)
+        dims = [[1, [region.lane * (w and bool(lane)) for w, lane in zip(whole, lanes)]]]
     if len(dims) > MAX_DIMS:
         raise Unsupported(f"{len(dims)} outer dims are left after merging, at most {MAX_DIMS} are served")
     sizes = tuple(size for size, _ in dims)

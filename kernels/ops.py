@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .launch import Runner, runs_reference
 from .reference import TORCH_DTYPES, reference
@@ -55,15 +54,37 @@ class _Region(torch.autograd.Function):
     @staticmethod
     def forward(ctx, run, region, scalars, *inputs):
         ctx.region, ctx.scalars = region, scalars
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
         return run(inputs, scalars)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *grads):
         needs = ctx.needs_input_grad[3:]
-        return (None, None, None,
-                *input_gradients(ctx.region, ctx.saved_tensors, ctx.scalars, grads, needs))
+        return (None, None, None, *_once(
+            input_gradients(ctx.region, ctx.saved_tensors, ctx.scalars, grads, needs)))
+
+
+class _Once(torch.autograd.Function):
+    """Gradients as they are, of which no gradient can be taken."""
+
+    @staticmethod
+    def forward(ctx, *grads):
+        return grads
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError("ascend_ln_fuse: a fused norm cannot be differentiated twice; compile with "
+                           "options={'training': 'decline'}")
+
+
+def _once(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """`grads`, which nobody may differentiate. `once_differentiable` would see that only where the
+    incoming gradients require grad, and lose a term in silence where none does."""
+    if not torch.is_grad_enabled():  # set only for create_graph=True
+        return list(grads)
+    marked = iter(_Once.apply(*(g.detach().requires_grad_() for g in grads if g is not None)))
+    return [None if grad is None else next(marked) for grad in grads]
 
 
 def input_gradients(region: NormRegion, inputs: Sequence[torch.Tensor], scalars: Sequence[float],
@@ -76,10 +97,11 @@ def input_gradients(region: NormRegion, inputs: Sequence[torch.Tensor], scalars:
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_(need) for x, need in zip(inputs, needs)]
         outputs = reference(region, leaves, scalars)
-        pairs = [(out, grad) for out, grad in zip(outputs, grads) if grad is not None]
+        pairs = [(out, grad) for out, grad in zip(outputs, grads)
+                 if grad is not None and out.requires_grad]
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         found = iter(torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs],
-                                         allow_unused=True))
+                                         allow_unused=True) if pairs else [None] * len(wanted))
     return [next(found) if need else None for need in needs]
 
 
@@ -123,8 +145,9 @@ def _backward(ctx, grads):
     inputs = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[1])
     given = [torch.zeros((), device=inputs[0].device) if g is None else g for g in grads]
-    found = torch.ops.ascend_ln_fuse.region_backward(ctx.text, inputs, ctx.scalars, given, needs)
-    return None, [grad if need else None for grad, need in zip(found, needs)], None
+    with torch.no_grad():
+        found = torch.ops.ascend_ln_fuse.region_backward(ctx.text, inputs, ctx.scalars, given, needs)
+    return None, _once([grad if need else None for grad, need in zip(found, needs)]), None
 
 
 _LIBRARY.impl("region", _region, "CompositeExplicitAutograd")

@@ -20,9 +20,9 @@ from dataclasses import replace
 from functools import lru_cache
 from math import prod
 
-from .codegen import Tile
 from .layout import MAX_ROWS, Structure, Unsupported
 from .region import DTYPES, NormRegion
+from .source import Tile
 from .targets import Target
 
 #: Ascend: a row of a tile takes a multiple of this many elements (32 bytes of the narrowest dtype).
@@ -36,7 +36,7 @@ BUSY_OPS = {"gelu", "gelu_tanh", "silu", "sigmoid", "tanh"}
 UB_SHARE = 0.95
 
 #: CUDA: bytes that one program and one warp load, and the most columns of a tile in registers.
-CUDA_TILE_BYTES = 8192
+CUDA_TILE_BYTES = 4096
 CUDA_WARP_BYTES = 2048
 CUDA_MAX_COLS = 16384
 CUDA_MAX_WARPS = 16

@@ -234,9 +234,9 @@ class Grower:
             return False
         tail = shape[len(shape) - fake.dim():]
         fits = all(same(size, space) or same(size, 1) for size, space in zip(fake.shape, tail))
-        lane_ok = fake.dim() == 0 or self.axis != -1 or same(fake.shape[-1], 1) or same(fake.stride(-1), 1) or \
-            same(fake.stride(-1), 0)
-        return fits and lane_ok
+        if not fits or fake.dim() == 0 or self.axis != -1:
+            return fits
+        return same(fake.shape[-1], 1) or same(fake.stride(-1), 1) or same(fake.stride(-1), 0)
 
     def _inner_shape(self):
         return self.space if self.regroup is None else self.lens.tensor(self.regroup.args[0]).shape
@@ -252,6 +252,8 @@ class Grower:
     def _down(self, node: Node) -> list[Node]:
         """Absorb the readers of `node` where all of them can be; the nodes to write in its place."""
         readers = list(node.users)
+        if len(readers) == 1 and self._passes_view(readers[0], node):
+            return self._down_through(readers[0], node)
         if not readers or not all(self._absorbs_reader(reader, node) for reader in readers):
             return [node]
         if len(readers) + len(self.stored) > 3:
@@ -263,6 +265,30 @@ class Grower:
                     self._up(arg)
         return [leaf for reader in readers for leaf in self._down(reader)]
 
+    def _passes_view(self, view: Node, node: Node) -> bool:
+        """Whether what follows `view` may be computed on the view: it leaves the lane alone, and
+        nothing else is written by the site."""
+        lens, fake = self.lens, self.lens.tensor(view)
+        if fake is None or not self.reach.pointwise_down or self.stored or self.flat or \
+                self.regroup is not None or self.axis != -1 or len(self.norms) > 1:
+            return False
+        source = lens.tensor(node)
+        return lens.is_view(view) and lens.kind(view) in STRIDE_FREE_VIEWS and self._mine(view) and \
+            fake.dim() > 0 and same(fake.shape[-1], source.shape[-1]) and \
+            same(fake.stride(-1), source.stride(-1)) and not same(source.shape[-1], 1)
+
+    def _down_through(self, view: Node, node: Node) -> list[Node]:
+        """Go on below a view (q.transpose(1, 2) before a rotary embedding, or before a copy); alone it
+        is not worth taking, since it costs nothing where it is."""
+        before = set(self.interior), self.space
+        self.interior.add(view)
+        self.space = self.lens.tensor(view).shape
+        leaves = self._down(view)
+        if leaves == [view]:
+            self.interior, self.space = before
+            return [node]
+        return leaves
+
     def _absorbs_reader(self, reader: Node, node: Node) -> bool:
         lens = self.lens
         fake = lens.tensor(reader)
@@ -271,10 +297,14 @@ class Grower:
             return False
         if fake.dtype not in DTYPE_WORDS or not same_shape(fake.shape, lens.tensor(node).shape):
             return False
-        if lens.kind(reader) == "to":
+        if lens.kind(reader) in ("to", "copy"):
             source = lens.tensor(node)
             return reader.args[0] is node and source.device == fake.device
         if not self.reach.pointwise_down or not self._pointwise(reader, same_only=False):
+            return False
+        # No operand may be made from what the site yields.
+        others = [arg for arg in self._tensor_args(reader) if arg not in self.interior]
+        if others and any(lens.leads_into(other, others) for other in (node, *self.stored)):
             return False
         # In a regrouped space operands are laid out otherwise than the result: lanes only.
         return self.regroup is None or all(

@@ -87,7 +87,7 @@ class _Matcher:
         if lens_rank(self.lens, scale) != lens_rank(self.lens, value) or \
                 lens_rank(self.lens, value) < 1:
             raise _NoNorm
-        squared = self._rstd(scale) if inverse else self._std(scale, value)
+        squared = self._rstd(scale) if inverse else self._std(scale)
         stat, eps = self._with_eps(squared)
         if not self._is_statistic(scale, value, stat.dims):
             raise _NoNorm
@@ -117,7 +117,7 @@ class _Matcher:
             return self._std(self._step(node, args[0]))
         raise _NoNorm
 
-    def _std(self, node: Node, value: Node | None = None) -> Node:
+    def _std(self, node: Node) -> Node:
         """The variance of which `node` is the root."""
         node = self._kept(node)
         word, args = self.lens.kind(node), node.args
@@ -125,17 +125,16 @@ class _Matcher:
             return self._step(node, args[0])
         if word == "std":
             return node  # its own statistic
-        if word == "add" and value is not None:
-            self._decline_eps_on_std(node, value)
+        if word == "add":
+            self._decline_eps_on_std(node)
         raise _NoNorm
 
-    def _decline_eps_on_std(self, node: Node, value: Node) -> None:
+    def _decline_eps_on_std(self, node: Node) -> None:
         """`(x - mean) / (std + eps)` is no LayerNorm."""
         for arg in node.args:
-            if isinstance(arg, Node) and self.lens.kind(self._uncast(arg)) in ("std", "sqrt"):
+            if isinstance(arg, Node) and self.lens.tensor(arg) is not None:
                 try:
-                    variance = self._std(arg)
-                    self._statistic(variance)
+                    self._statistic(self._std(arg))
                 except _NoNorm:
                     continue
                 raise Decline("eps is added to the standard deviation, not to the variance",
@@ -243,7 +242,8 @@ class _Matcher:
         if word == "div":
             return isinstance(factor, (int, float, torch.SymInt)) and not isinstance(factor, bool) \
                 and (factor == count if isinstance(factor, float) else same(factor, count))
-        return isinstance(factor, float) and isinstance(count, int) and factor == 1.0 / count
+        known = hint(count)
+        return isinstance(factor, float) and same(count, known) and factor == 1.0 / known
 
     def _reduced(self, node: Node) -> tuple[Node, tuple[int, ...]]:
         bound = dict(zip(("input", "dim", "keepdim"), node.args)) | dict(node.kwargs)

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Sequence
 
 import torch
-
 from ascend_ln_fuse import FusionReport, last_reports
 
 

@@ -75,9 +75,7 @@ def _function_costs(func: Func) -> list[LoopCost]:
     for place in flow.places:
         if place.op.name in ("scf.for", "scf.while"):
             outer = costs[place.loops]
-            costs[(*place.loops, place.op)] = LoopCost(
-                func.name, (*outer.loop, children[place.loops])
-            )
+            costs[(*place.loops, place.op)] = LoopCost(func.name, (*outer.loop, children[place.loops]))
             children[place.loops] += 1
         elif place.op.name == "arith.select" and is_memref(place.op.result.type):
             pairs.setdefault(place.loops, set()).add(_addresses(flow, place.op.result))
@@ -125,18 +123,12 @@ def _add(cost: LoopCost, place: Place) -> None:
     elif name.startswith("v"):
         inputs, outputs = reads_and_writes(op)
         cost.vector_ops += len(outputs)
-        cost.vector_elements += sum(
-            full_elements(v) for v in (inputs if name == "vreduce" else outputs)
-        )
+        cost.vector_elements += sum(full_elements(v) for v in (inputs if name == "vreduce" else outputs))
 
 
 def full_elements(value: Value) -> int:
     """Elements of a memref; of the full tile that it is a part of, if its size is not known."""
-    while (
-        not memref_type(value.type).is_static
-        and value.producer is not None
-        and value.producer.operands
-    ):
+    while not memref_type(value.type).is_static and value.producer is not None and value.producer.operands:
         if not is_memref(value.producer.operands[0].type):
             break
         value = value.producer.operands[0]

@@ -48,8 +48,5 @@ class Counters:
             self.vector_elements + other.vector_elements,
             self.vector_barriers + other.vector_barriers,
             self.macs + other.macs,
-            {
-                space: max(self.peak_bytes.get(space, 0), other.peak_bytes.get(space, 0))
-                for space in spaces
-            },
+            {space: max(self.peak_bytes.get(space, 0), other.peak_bytes.get(space, 0)) for space in spaces},
         )

@@ -26,9 +26,7 @@ def to_fractal(matrix: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     column_blocks, row_blocks, r, c = shape
     rows, columns = matrix.shape
     if rows > row_blocks * r or columns > column_blocks * c:
-        raise InterpreterError(
-            f"a {rows}x{columns} matrix does not fit fractals of shape {list(shape)}"
-        )
+        raise InterpreterError(f"a {rows}x{columns} matrix does not fit fractals of shape {list(shape)}")
     padded = torch.zeros(row_blocks * r, column_blocks * c, dtype=matrix.dtype)
     padded[:rows, :columns] = matrix
     return padded.view(row_blocks, r, column_blocks, c).permute(2, 0, 1, 3)

@@ -170,8 +170,6 @@ class Dataflow:
         if op is None or op.name not in VIEWS:
             return value
         layout = tuple(
-            sorted(
-                item for item in op.properties.items() if item[0].startswith(("static", "reassoc"))
-            )
+            sorted(item for item in op.properties.items() if item[0].startswith(("static", "reassoc")))
         )
         return (op.name, self.view_key(op.operands[0]), tuple(op.operands[1:]), layout)

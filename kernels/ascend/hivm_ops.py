@@ -143,9 +143,7 @@ def _dma(op: Op) -> Step:
         registers = core.registers
         view, place = registers[source], registers[target]
         if view.sizes != place.sizes:
-            raise InterpreterError(
-                f"{name} of sizes {list(view.sizes)} to sizes {list(place.sizes)}"
-            )
+            raise InterpreterError(f"{name} of sizes {list(view.sizes)} to sizes {list(place.sizes)}")
         if any(registers[slot] for slot in padding):
             raise InterpreterError(f"{name} with padding on the left is not modelled")
         value = view.tensor()
@@ -294,12 +292,8 @@ def _cast(op: Op) -> Step:
     source, target = (DTYPES[memref_type(value.type).element] for value in (inputs[0], outputs[0]))
     mode = enum_word(op.properties["round_mode"])
     unsigned = "unsigned" in op.properties.get("cast", "")
-    require(
-        not unsigned or source == torch.bool or source.is_floating_point, op, "an unsigned source"
-    )
-    if source.is_floating_point and (
-        not target.is_floating_point or (source == target and mode != "rint")
-    ):
+    require(not unsigned or source == torch.bool or source.is_floating_point, op, "an unsigned source")
+    if source.is_floating_point and (not target.is_floating_point or (source == target and mode != "rint")):
         require(mode in ROUND, op, f"round mode {mode}")
         to_whole = ROUND[mode]
         return vector_step(op, lambda a: to_whole(a.float()).to(target))
@@ -346,9 +340,7 @@ def _interleave(op: Op) -> Step:
 @register("hivm.hir.vdeinterleave")
 def _deinterleave(op: Op) -> Step:
     """Even lanes to the first output, odd lanes to the second; or one of them."""
-    mode = (
-        enum_word(op.properties["index_mode"]) if "index_mode" in op.properties else "ALL_CHANNELS"
-    )
+    mode = enum_word(op.properties["index_mode"]) if "index_mode" in op.properties else "ALL_CHANNELS"
     source, outputs = op.operands[0].slot, [value.slot for value in op.operands[1:]]
     channels = [int(mode[-1])] if mode.startswith("CHANNEL_") else [0, 1]
     require(len(outputs) == len(channels), op, f"{mode} with {len(outputs)} outputs")
@@ -398,7 +390,5 @@ def planned_view(storage: Any, type_: Any, address: int, sizes: tuple[int, ...])
         last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
     end = address + ((last + 1) * bits + 7) // 8
     if end > storage.bytes.numel():
-        raise InterpreterError(
-            f"{storage.name}: planned up to byte {end} of {storage.bytes.numel()}"
-        )
+        raise InterpreterError(f"{storage.name}: planned up to byte {end} of {storage.bytes.numel()}")
     return MemRef(storage, type_.element, address * 8 // bits, sizes, strides)

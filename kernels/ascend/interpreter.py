@@ -62,9 +62,7 @@ def interpret(
         raise ValueError("kernel_name is needed with a module text")
     sizes = [int(size) for size in grid] + [1] * (3 - len(grid))
     if len(sizes) != 3 or not 0 < math.prod(sizes) <= MAX_PROGRAMS:
-        raise InterpreterError(
-            f"grid {tuple(grid)}: one to three sizes, 1 to {MAX_PROGRAMS} programs"
-        )
+        raise InterpreterError(f"grid {tuple(grid)}: one to three sizes, 1 to {MAX_PROGRAMS} programs")
     return _Launch(_load(text), kernel_name, args, sizes).run()
 
 
@@ -85,15 +83,11 @@ class _Executable:
     def __init__(self, module: Module):
         self.module = module
         self._programs: dict[str, _Program] = {}
-        self.memory_bytes = {
-            space: module.device_spec(entry) // 8 for space, entry in _MEMORIES.items()
-        }
+        self.memory_bytes = {space: module.device_spec(entry) // 8 for space, entry in _MEMORIES.items()}
 
     def programs(self, kernel: str) -> list[_Program]:
         """The kernel's function, or its cube and vector functions."""
-        names = [
-            n for n in (kernel, f"{kernel}_mix_aic", f"{kernel}_mix_aiv") if n in self.module.funcs
-        ]
+        names = [n for n in (kernel, f"{kernel}_mix_aic", f"{kernel}_mix_aiv") if n in self.module.funcs]
         if not names:
             known = ", ".join(func.name for func in self.module.device_funcs)
             raise InterpreterError(f"the module has no kernel {kernel}; it has {known}")
@@ -108,9 +102,7 @@ class _Executable:
         func = self.module.funcs.get(f"{kernel}_infer_workspace_shape_function")
         if func is None:
             return 0
-        return next(
-            core_ops.parse_constant(op) for op in func.entry.ops if op.name == "arith.constant"
-        )
+        return next(core_ops.parse_constant(op) for op in func.entry.ops if op.name == "arith.constant")
 
 
 @functools.lru_cache(maxsize=64)
@@ -242,9 +234,7 @@ class _Launch:
         hidden = len(parameters) - len(self.args) - 3
         if hidden not in (2, 3):
             expected = sum(1 for p in parameters) - 3 - (3 if parameters[0].type == "i64" else 2)
-            raise InterpreterError(
-                f"{self.kernel} takes {expected} arguments, got {len(self.args)}"
-            )
+            raise InterpreterError(f"{self.kernel} takes {expected} arguments, got {len(self.args)}")
         own = parameters[hidden:-3]
         scratch = [
             self._memref(data, name, parameter.type)

@@ -42,9 +42,7 @@ def lint(planned: Planned | str) -> list[Finding]:
     """
     text = planned.require().text if isinstance(planned, Planned) else planned
     if not text:
-        raise ValueError(
-            "no final HIVM module to check: A5 is compiled for its memory figures only"
-        )
+        raise ValueError("no final HIVM module to check: A5 is compiled for its memory figures only")
     findings: dict[Finding, None] = {}
     for func in read_module(text).device_funcs:
         flow = Dataflow(func)
@@ -83,9 +81,7 @@ def never_written(func: Func, flow: Dataflow) -> Iterator[Finding]:
                 written |= flow.roots(value)
     for place in _live(flow):
         for value in (reads_and_writes(place.op) or ([], []))[0]:
-            missing = [
-                root for root in flow.roots(value) if root not in written and _is_buffer(root)
-            ]
+            missing = [root for root in flow.roots(value) if root not in written and _is_buffer(root)]
             if missing:
                 space = memref_type(value.type).space
                 reader = place.op.short_name
@@ -109,9 +105,7 @@ def scalar_loop(func: Func, flow: Dataflow) -> Iterator[Finding]:
         op = place.op
         if op.name in ("memref.load", "memref.store"):
             indices = op.operands[1:] if op.name == "memref.load" else op.operands[2:]
-            counters = {
-                loop.regions[0][0].arguments[0] for loop in place.loops if loop.name == "scf.for"
-            }
+            counters = {loop.regions[0][0].arguments[0] for loop in place.loops if loop.name == "scf.for"}
             if any(_depends_on(index, counters) for index in indices):
                 yield Finding(Severity.ERROR, "scalar-loop", func.name, _SCALAR_LOOP)
         elif "ExtractedLoadOrStore" in op.attributes:
@@ -126,11 +120,7 @@ def _depends_on(value: Value, targets: set[Value]) -> bool:
     if value in targets:
         return True
     op = value.producer
-    return (
-        op is not None
-        and not op.regions
-        and any(_depends_on(operand, targets) for operand in op.operands)
-    )
+    return op is not None and not op.regions and any(_depends_on(operand, targets) for operand in op.operands)
 
 
 def read_modify_write(func: Func, flow: Dataflow) -> Iterator[Finding]:
@@ -175,9 +165,7 @@ def late_mask(func: Func, flow: Dataflow) -> Iterator[Finding]:
         if place.op.name == "hivm.hir.vsel":
             _, value, other = place.op.segments()[0]
             if is_memref(value.type) and flow.roots(value) & full and not is_memref(other.type):
-                message = (
-                    "a whole tile is loaded and masked afterwards; it may read past the tensor"
-                )
+                message = "a whole tile is loaded and masked afterwards; it may read past the tensor"
                 yield Finding(Severity.WARNING, "late-mask", func.name, message)
 
 

@@ -179,11 +179,7 @@ class MemRef:
 
     def _unpack(self) -> torch.Tensor:
         position = self._bit_positions()
-        return (
-            (self.storage.bytes[position // 8] >> (position % 8).to(torch.uint8))
-            .bitwise_and(1)
-            .bool()
-        )
+        return (self.storage.bytes[position // 8] >> (position % 8).to(torch.uint8)).bitwise_and(1).bool()
 
     def _pack(self, value: torch.Tensor) -> None:
         position = self._bit_positions().flatten()

@@ -19,23 +19,14 @@ from .op_table import Step, ignored, register, require
 def _layout(op: Op) -> Callable[[list], tuple[list[int], list[int], list[int]]]:
     """Reads offsets, sizes and strides, each partly in the op and partly in registers."""
     _, *dynamic = op.segments()
-    static = [
-        int_array(op.properties[f"static_{name}"]) for name in ("offsets", "sizes", "strides")
-    ]
+    static = [int_array(op.properties[f"static_{name}"]) for name in ("offsets", "sizes", "strides")]
     plan = []
     for numbers, values in zip(static, dynamic, strict=True):
         slots = iter(values)
-        plan.append(
-            [
-                (next(slots).slot, None) if number == DYNAMIC else (None, number)
-                for number in numbers
-            ]
-        )
+        plan.append([(next(slots).slot, None) if number == DYNAMIC else (None, number) for number in numbers])
 
     def read(registers: list) -> tuple:
-        return tuple(
-            [number if slot is None else registers[slot] for slot, number in part] for part in plan
-        )
+        return tuple([number if slot is None else registers[slot] for slot, number in part] for part in plan)
 
     return read
 
@@ -100,9 +91,7 @@ def kept_dims(op: Op) -> list[int]:
             if source.strides[dim] is not None and steps[dim] is not None:
                 stride = source.strides[dim] * steps[dim]
             fits = at < len(result.shape) and result.shape[at] == 1
-            if not fits or (
-                None not in (stride, result.strides[at]) and stride != result.strides[at]
-            ):
+            if not fits or (None not in (stride, result.strides[at]) and stride != result.strides[at]):
                 continue
         kept.append(dim)
     require(len(kept) == len(result.shape), op, f"rank reduction to {op.result.type}")
@@ -124,9 +113,7 @@ def _collapse_shape(op: Op) -> Step:
     def make(memref: MemRef, registers: list) -> MemRef:
         sizes = [math.prod(memref.sizes[dim] for dim in group) for group in groups]
         strides = []
-        for (
-            group
-        ) in groups:  # the stride of a group is that of its last dim of more than one element
+        for group in groups:  # the stride of a group is that of its last dim of more than one element
             wide = [dim for dim in group if memref.sizes[dim] != 1]
             strides.append(memref.strides[wide[-1] if wide else group[-1]])
         return memref.with_layout(memref.offset, sizes, strides)
@@ -168,13 +155,9 @@ def _byte_view(op: Op) -> Step:
     def run(core: Any) -> None:
         registers = core.registers
         memref, given = registers[source], iter(dynamic)
-        start = (memref.offset * ITEM_BYTES[memref.element] + registers[shift]) // ITEM_BYTES[
-            type_.element
-        ]
+        start = (memref.offset * ITEM_BYTES[memref.element] + registers[shift]) // ITEM_BYTES[type_.element]
         sizes = [registers[next(given)] if size is None else size for size in type_.shape]
-        registers[out] = MemRef(
-            memref.storage, type_.element, start, sizes, row_major(tuple(sizes))
-        )
+        registers[out] = MemRef(memref.storage, type_.element, start, sizes, row_major(tuple(sizes)))
 
     return run
 
@@ -188,9 +171,7 @@ def _alloc(op: Op) -> Step:
     def run(core: Any) -> None:
         given = iter(dynamic)
         sizes = [core.registers[next(given)] if size is None else size for size in type_.shape]
-        storage = Storage.poisoned(
-            math.prod(sizes) * ITEM_BYTES[type_.element], "alloc", type_.space
-        )
+        storage = Storage.poisoned(math.prod(sizes) * ITEM_BYTES[type_.element], "alloc", type_.space)
         core.registers[out] = MemRef(storage, type_.element, 0, sizes, row_major(tuple(sizes)))
 
     return run
@@ -218,9 +199,7 @@ def _metadata(op: Op) -> Step:
 
 
 def _element(memref: MemRef, indices: Sequence[int]) -> MemRef:
-    return memref.with_layout(
-        memref.offset + sum(map(operator.mul, indices, memref.strides)), (), ()
-    )
+    return memref.with_layout(memref.offset + sum(map(operator.mul, indices, memref.strides)), (), ())
 
 
 @register("memref.load")

@@ -178,9 +178,7 @@ class _Reader:
     def expect(self, token: str) -> None:
         if not self.accept(token):
             line = self.text.count("\n", 0, self.at) + 1
-            raise MlirError(
-                f"line {line}: expected {token!r} at {self.text[self.at : self.at + 60]!r}"
-            )
+            raise MlirError(f"line {line}: expected {token!r} at {self.text[self.at : self.at + 60]!r}")
 
     def match(self, pattern: re.Pattern) -> str:
         self.skip()

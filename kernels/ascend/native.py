@@ -99,9 +99,7 @@ class NativeKernel:
             raise TypeError(f"{self.name} takes {len(self._types)} arguments, got {len(args)}")
         sizes = [int(size) for size in grid] + [1] * (3 - len(grid))
         if len(sizes) != 3 or not 0 < math.prod(sizes) <= MAX_PROGRAMS:
-            raise ValueError(
-                f"grid {tuple(grid)}: one to three sizes, 1 to {MAX_PROGRAMS} programs"
-            )
+            raise ValueError(f"grid {tuple(grid)}: one to three sizes, 1 to {MAX_PROGRAMS} programs")
         values = _memref(0) + _memref(0)  # the lock and the workspace: Linalg code uses neither
         for type_, arg in zip(self._types, args, strict=True):
             if type_.startswith("*"):

@@ -74,9 +74,7 @@ def run_together(cores: Sequence[tuple[Any, Callable[[], None]]]) -> None:
         while live := [task for task in tasks if not task.done]:
             ready = [task for task in live if task.is_ready]
             if not ready:
-                waits = "; ".join(
-                    f"{t.core.func.name}[{t.core.sub_block}] for {t.waits_for}" for t in live
-                )
+                waits = "; ".join(f"{t.core.func.name}[{t.core.sub_block}] for {t.waits_for}" for t in live)
                 raise InterpreterError(f"deadlock: {waits}")
             ready[0].turn()
     finally:

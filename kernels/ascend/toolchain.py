@@ -186,17 +186,11 @@ def lower(
     except subprocess.CalledProcessError as error:
         stderr = (error.stderr or b"").decode(errors="replace")
         crashed = error.returncode < 0  # ended by a signal: an assertion or a segmentation fault
-        detail = (
-            f"ended by {signal.Signals(-error.returncode).name}"
-            if crashed
-            else _first_error(stderr)
-        )
+        detail = f"ended by {signal.Signals(-error.returncode).name}" if crashed else _first_error(stderr)
         outcome = Outcome.CRASH if crashed else Outcome.UNSUPPORTED
         raise ToolchainError(outcome, f"{name}: triton-adapter-opt: {detail}") from error
     mix_mode = re.search(r'mix_mode\s*=\s*"([^"]+)"', linalg)
-    return Lowered(
-        name, ttir, linalg, mix_mode.group(1) if mix_mode else "aiv", soc, dict(signature)
-    )
+    return Lowered(name, ttir, linalg, mix_mode.group(1) if mix_mode else "aiv", soc, dict(signature))
 
 
 def _first_error(text: str) -> str:
@@ -314,9 +308,7 @@ def _failure(result: Any, returncode: int, output: str) -> Planned:
     """The outcome of a run that failed. Earlier tries report too: the last overflow counts."""
     overflows = _OVERFLOW.findall(output)
     if returncode < 0:
-        return result(
-            Outcome.CRASH, f"bishengir-compile ended by {signal.Signals(-returncode).name}"
-        )
+        return result(Outcome.CRASH, f"bishengir-compile ended by {signal.Signals(-returncode).name}")
     if overflows:
         space, needed, available = overflows[-1]
         overflow = Overflow(space, int(needed), int(available))
@@ -367,8 +359,6 @@ def plan(
 ) -> Planned:
     """`lower`, then `compile_planned`; every failure is an outcome, none an exception."""
     try:
-        return compile_planned(
-            lower(fn, signature, constants, soc, **options), soc, multibuffer, timeout
-        )
+        return compile_planned(lower(fn, signature, constants, soc, **options), soc, multibuffer, timeout)
     except ToolchainError as error:
         return Planned(fn.fn.__name__, resolve_soc(soc), error.outcome, error.message)

@@ -86,17 +86,13 @@ _HIVMC_STUB = """#!/bin/sh
 [ "$1" = --version ] && echo "hivmc {version} ({commit} {date})"
 exit 0
 """
-_VERSION = re.compile(
-    r"bishengir-compile (\d+\.\d+\.\d+) \(.*?\b([0-9a-f]{6,40}) (\d{4}-\d\d-\d\d)\)"
-)
+_VERSION = re.compile(r"bishengir-compile (\d+\.\d+\.\d+) \(.*?\b([0-9a-f]{6,40}) (\d{4}-\d\d-\d\d)\)")
 
 
 @functools.cache
 def _stub_directory() -> tempfile.TemporaryDirectory:
     """A private directory with the hivmc stub. It is removed when the process ends."""
-    answer = subprocess.run(
-        [find_tool("bishengir-compile"), "--version"], capture_output=True, text=True
-    )
+    answer = subprocess.run([find_tool("bishengir-compile"), "--version"], capture_output=True, text=True)
     found = _VERSION.search(answer.stdout)
     version, commit, date = found.groups() if found else ("1.2.0", "000000", "2026-01-01")
     directory = tempfile.TemporaryDirectory(prefix="ascend-ln-fuse-")

@@ -8,11 +8,11 @@ import torch
 from ascend_ln_fuse import backend, clear_reports, last_reports
 from ascend_ln_fuse import rewrite as rewrite_module
 from ascend_ln_fuse.backend import fuse_graph
+from ascend_ln_fuse.contract import ContractError, check_contract
 from ascend_ln_fuse.graph import Lens
 from ascend_ln_fuse.kernels.region import NormRegion, Output
 from ascend_ln_fuse.options import Options
 from ascend_ln_fuse.patterns import candidate, find_norms
-from ascend_ln_fuse.contract import ContractError, check_contract
 from checks import assert_within_bound, check, fresh, tensors
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd

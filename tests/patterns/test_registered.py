@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checks import check
-
 from ascend_ln_fuse import Norm, register_pattern, unregister_pattern
+from checks import check
 
 PAGE = Path(__file__).parents[2] / "docs" / "patterns.md"
 

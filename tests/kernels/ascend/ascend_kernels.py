@@ -75,9 +75,7 @@ def layer_norm_pointers(dtype: str) -> dict[str, str]:
 class LayerNormCase:
     """q of a packed qkv, [S, 3, H, D].unbind(1)[index]: rows are not contiguous."""
 
-    def __init__(
-        self, dtype: str, S: int = 300, H: int = 3, D: int = 128, index: int = 0, seed: int = 0
-    ):
+    def __init__(self, dtype: str, S: int = 300, H: int = 3, D: int = 128, index: int = 0, seed: int = 0):
         generator = torch.Generator().manual_seed(seed)
 
         def random(*shape: int) -> torch.Tensor:
@@ -101,9 +99,7 @@ def assert_one_ulp(actual: torch.Tensor, reference: torch.Tensor, small: float =
     """
     assert not actual.isnan().any(), "NaN: a value that was never written"
     rounded = reference.to(actual.dtype).abs()
-    ulp = (
-        torch.nextafter(rounded, torch.full_like(rounded, float("inf"))).double() - rounded.double()
-    )
+    ulp = torch.nextafter(rounded, torch.full_like(rounded, float("inf"))).double() - rounded.double()
     excess = (actual.double() - reference).abs() - ulp - small
     assert excess.max() <= 0, f"off by {excess.max():.3g} more than one ulp"
 
@@ -266,6 +262,13 @@ def divided_rows(x_ptr, v_ptr, o_ptr, rows, T):
 def running_sum(x_ptr, o_ptr, n):
     i = tl.arange(0, BS)
     tl.store(o_ptr + i, tl.cumsum(tl.load(x_ptr + i, mask=i < n, other=0.0), 0), mask=i < n)
+""",
+    "larger": """
+def larger(x_ptr, y_ptr, o_ptr):
+    i = tl.program_id(0) * BS + tl.arange(0, BS)
+    x = tl.load(x_ptr + i)
+    y = tl.load(y_ptr + i)
+    tl.store(o_ptr + i, tl.where(x > y, x, y))
 """,
     "integers": """
 def integers(x_ptr, o_ptr, n):

@@ -9,9 +9,7 @@ from ascend_ln_fuse.kernels.ascend.interpreter import interpret
 
 
 def plan_copy(source, target):
-    return plan_for(
-        "copy_rows", {"x_ptr": f"*{source}", "o_ptr": f"*{target}"}, {"BS": 64, "LANES": 128}
-    )
+    return plan_for("copy_rows", {"x_ptr": f"*{source}", "o_ptr": f"*{target}"}, {"BS": 64, "LANES": 128})
 
 
 @pytest.mark.parametrize(
@@ -45,15 +43,11 @@ def test_parameters_are_loaded_outside_of_the_loop():
 
 
 def test_nothing_is_double_buffered_without_the_option():
-    assert not any(
-        cost.double_buffered for cost in loop_costs(plan_layer_norm("bf16", multibuffer=False))
-    )
+    assert not any(cost.double_buffered for cost in loop_costs(plan_layer_norm("bf16", multibuffer=False)))
 
 
 def test_loops_in_loops():
-    planned = plan_for(
-        "layer_norm_by_columns", {"x_ptr": "*fp32", "o_ptr": "*fp32"}, {"BS": 4, "BC": 1024}
-    )
+    planned = plan_for("layer_norm_by_columns", {"x_ptr": "*fp32", "o_ptr": "*fp32"}, {"BS": 4, "BC": 1024})
     costs = {cost.loop: cost for cost in loop_costs(planned)}
     tile = 4 * 1024 * 4
     assert [costs[(0, i)].gm_to_ub for i in range(3)] == [tile] * 3
@@ -84,9 +78,7 @@ def test_the_fused_kernel_moves_a_sixth_of_the_bytes():
     chain += interpret(plan_copy("bf16", "fp32"), None, [dense, wide, 900, 128, 128], (4,))
     pointers = {"x_ptr": "*fp32", "g_ptr": "*bf16", "b_ptr": "*bf16", "o_ptr": "*fp32"}
     norm = plan_for("layer_norm", pointers, {"BS": 64, "LANES": 128})
-    chain += interpret(
-        norm, None, [wide, case.g, case.b, normed, 900, 1, 128, 128, 128, 128, 1e-5], (4,)
-    )
+    chain += interpret(norm, None, [wide, case.g, case.b, normed, 900, 1, 128, 128, 128, 128, 1e-5], (4,))
     chain += interpret(plan_copy("fp32", "bf16"), None, [normed, out, 900, 128, 128], (4,))
 
     assert_one_ulp(out.view(300, 3, 128), case.reference)

@@ -86,9 +86,7 @@ def test_pointwise(expression):
     x = torch.randn(1500, generator=torch.Generator().manual_seed(2))
     out = torch.full_like(x, nan)
     fn = make("activation", BS=1024, EXPRESSION=expression)
-    interpret(
-        plan(fn, signature("activation", x_ptr="*fp32", o_ptr="*fp32")), None, [x, out, 1500], (2,)
-    )
+    interpret(plan(fn, signature("activation", x_ptr="*fp32", o_ptr="*fp32")), None, [x, out, 1500], (2,))
     assert_one_ulp(out, EXPRESSIONS[expression](x.double()))
 
 
@@ -113,9 +111,7 @@ def test_interleaved_lanes(rows, BS):
 def test_boolean_tensors():
     x = torch.randn(1500, generator=torch.Generator().manual_seed(4))
     flag, out = x > 0.3, torch.full_like(x, nan)
-    planned = plan_for(
-        "choose", {"x_ptr": "*fp32", "flag_ptr": "*i1", "o_ptr": "*fp32"}, {"BS": 1024}
-    )
+    planned = plan_for("choose", {"x_ptr": "*fp32", "flag_ptr": "*i1", "o_ptr": "*fp32"}, {"BS": 1024})
     interpret(planned, None, [x, flag, out, 1500], (2,))
     assert torch.equal(out, torch.where(flag, x, -x))
 
@@ -151,9 +147,7 @@ def test_instructions_are_exact():
 def test_reads_past_the_end_are_caught():
     planned = plan_for("reversed_mask", {"x_ptr": "*fp32", "o_ptr": "*fp32"}, {"BS": 1024})
     x, out = torch.zeros(1500), torch.zeros(1500)
-    with pytest.raises(
-        OutOfBounds, match="argument 0: elements 1024 to 2047 of a memory of 1500 f32"
-    ):
+    with pytest.raises(OutOfBounds, match="argument 0: elements 1024 to 2047 of a memory of 1500 f32"):
         interpret(planned, None, [x, out, 1500], (2,))
     padded = torch.ones(2048)[:1500]  # the same kernel is in bounds when the storage goes on
     interpret(planned, None, [padded, torch.zeros(2048)[:1500], 1500], (2,))
@@ -184,19 +178,32 @@ def test_a_lost_load_gives_nan():
 
 def test_a_wrong_memory_plan_gives_wrong_results():
     # The second parameter's fp32 form is moved onto the first one's: 1024 becomes 256.
-    text = edited(
-        plan_layer_norm("bf16").text, "arith.constant 1024 : i64", "arith.constant 256 : i64"
-    )
+    text = edited(plan_layer_norm("bf16").text, "arith.constant 1024 : i64", "arith.constant 256 : i64")
     case = LayerNormCase("bf16", S=64, H=1)
     interpret(text, "layer_norm", case.args, (1,))
     with pytest.raises(AssertionError):
         assert_one_ulp(case.out, case.reference)
 
 
+def test_a_temporary_buffer_over_a_live_one_gives_nan():
+    # The second reduction's 16 KiB of scratch memory are moved onto x - mean.
+    text = plan_layer_norm("bf16").text
+    text = edited(text, "arith.constant 102432 : i64", "arith.constant 17920 : i64")
+    case = LayerNormCase("bf16", S=64, H=1)
+    interpret(text, "layer_norm", case.args, (1,))
+    assert case.out[:32].isnan().all()
+
+
+def test_copies_between_different_shapes_are_caught():
+    text = plan_layer_norm("bf16").text
+    (line,) = [line for line in text.splitlines() if "%subview_20 = " in line]
+    wider = edited(line, "[%96, 128]", "[%c64, 128]")
+    with pytest.raises(InterpreterError, match=r"store of sizes \[44, 128\] to sizes \[64, 128\]"):
+        interpret(edited(text, line, wider), "layer_norm", LayerNormCase("bf16").args, (1,))
+
+
 def test_a_buffer_past_the_end_of_the_unified_buffer_is_caught():
-    text = edited(
-        plan_layer_norm("bf16").text, "arith.constant 137536 : i64", "arith.constant 187536 : i64"
-    )
+    text = edited(plan_layer_norm("bf16").text, "arith.constant 137536 : i64", "arith.constant 187536 : i64")
     with pytest.raises(InterpreterError, match="ub: planned up to byte"):
         interpret(text, "layer_norm", LayerNormCase("bf16").args, (1,))
 
@@ -207,9 +214,7 @@ def test_flags_between_pipes_are_paired():
     with pytest.raises(InterpreterError, match="nobody set"):
         interpret(edited(text, sets[0], ""), "layer_norm", LayerNormCase("bf16").args, (1,))
     with pytest.raises(InterpreterError, match="still set"):
-        interpret(
-            edited(text, sets[0], sets[0] * 2), "layer_norm", LayerNormCase("bf16").args, (1,)
-        )
+        interpret(edited(text, sets[0], sets[0] * 2), "layer_norm", LayerNormCase("bf16").args, (1,))
 
 
 def test_an_unknown_op_is_named(monkeypatch):
@@ -297,9 +302,7 @@ def test_deadlock_of_cube_and_vector_cores_is_found():
     line = next(line for line in planned.text.splitlines() if "sync_block_set" in line)
     x, w, out = (torch.zeros(64, 64, dtype=torch.bfloat16) for _ in range(3))
     with pytest.raises(InterpreterError, match="deadlock"):
-        interpret(
-            edited(planned.text, line + "\n", ""), "linear_sound", [x, x, w, out, 64, 64, 64], (1,)
-        )
+        interpret(edited(planned.text, line + "\n", ""), "linear_sound", [x, x, w, out, 64, 64, 64], (1,))
 
 
 # -------------------------------------------------------------------------------------- memory

@@ -31,6 +31,7 @@ def test_layer_norm_is_clean(dtype, multibuffer):
         ("layer_norm_by_columns", {"BS": 4, "BC": 1024}),
         ("rotate_pairs", {"BS": 8, "HALF": 64}),
         ("in_place", {"BS": 1024}),
+        ("larger", {"BS": 1024}),
         ("in_place_whole", {"BS": 1024}),
     ],
 )
@@ -44,9 +45,7 @@ def test_the_lost_load_of_a_shared_tile_is_found(dtype):
     found = errors(lint(plan_simple("linear_shared", SIZES, dtype)))
     assert [(f.rule, f.function) for f in found] == [("never-written", "linear_shared_mix_aiv")]
     found = errors(lint(plan_simple("linear_shared_columns", SIZES, dtype)))
-    assert [(f.rule, f.function) for f in found] == [
-        ("never-written", "linear_shared_columns_mix_aic")
-    ]
+    assert [(f.rule, f.function) for f in found] == [("never-written", "linear_shared_columns_mix_aic")]
     assert "mmadL1 reads a cbuf buffer" in found[0].message
 
 
@@ -61,6 +60,29 @@ def test_any_lost_load_is_found():
     assert len(loads) == 3
     for load in loads:
         assert rules(text.replace(load, "", 1)) == {"never-written"}
+
+
+def test_a_load_in_a_loop_that_never_runs_is_lost():
+    text = plan_layer_norm("bf16").text
+    load = [line + "\n" for line in text.splitlines() if "hivm.hir.load" in line][-1]
+    dead = "scf.for %never = %c0 to %c0 step %c64 {\n" + load + "}\n"
+    assert rules(text.replace(load, dead)) == {"never-written"}
+
+
+def test_filling_a_tile_for_the_cube_is_not_loading_it():
+    text = plan_simple("linear_sound", SIZES, "bf16").text
+    text = text.replace(" {hivm.unlikely_condition}", "")
+    assert rules(text) == set()
+    load = next(line + "\n" for line in text.splitlines() if "hivm.hir.nd2nz" in line)
+    assert rules(text.replace(load, "")) == {"never-written"}
+
+
+def test_a_computed_index_is_a_scalar_loop_too():
+    text = plan_simple("divided_index", {"BS": 1024}).text.replace(" {ExtractedLoadOrStore}", "")
+    (line,) = [line for line in text.splitlines() if "memref.store" in line]
+    index = line[line.index("[") + 1 : line.index("]")]
+    moved = f"%moved = arith.addi {index}, %c0 : index\n" + line.replace(f"[{index}]", "[%moved]")
+    assert rules(text.replace(line, moved)) == {"scalar-loop"}
 
 
 @pytest.mark.parametrize("name, BS", [("reversed_mask", 1024), ("flat_mask", 16)])
@@ -80,6 +102,7 @@ def test_scalar_loops_are_found(name):
 @pytest.mark.parametrize(
     "expression, dtype, scalar",
     [
+        ("x // 3", "i32", False),
         ("x * 3", "i64", True),
         ("x * 3", "i32", False),
         ("x % 7", "i32", True),
@@ -90,11 +113,18 @@ def test_integer_arithmetic(expression, dtype, scalar):
     sizes = {"BS": 256, "EXPRESSION": expression}
     planned = plan_simple("integers", sizes, dtype)
     assert rules(planned) == ({"scalar-loop"} if scalar else set())
-    x = torch.randint(0, 100, (500,), generator=torch.Generator().manual_seed(0))
+    x = torch.randint(-100, 100, (500,), generator=torch.Generator().manual_seed(0))
     x = x.to(torch.int64 if dtype == "i64" else torch.int32)
     out = torch.full_like(x, -7)
     interpret(planned, None, [x, out, 500], (2,))
-    assert torch.equal(out, eval(expression, {"x": x}))
+    # Triton divides as C does, towards zero.
+    expected = {
+        "x // 3": torch.div(x, 3, rounding_mode="trunc"),
+        "x % 7": torch.fmod(x, 7),
+        "x * 3": x * 3,
+        "x & 3": x & 3,
+    }[expression]
+    assert torch.equal(out, expected)
 
 
 def test_row_loops_are_warned_about():

@@ -47,10 +47,7 @@ def test_names_of_sibling_regions_are_different_values():
     first, second = (loop.regions[0][0].ops[0] for loop in ops[1:3])
     assert first.result.name == second.result.name == "%1" and first.result is not second.result
     slots = [
-        value.slot
-        for op in module.funcs["k"].op.walk()
-        for value in op.results
-        if op.name != "func.func"
+        value.slot for op in module.funcs["k"].op.walk() for value in op.results if op.name != "func.func"
     ]
     assert len(slots) == len(set(slots)) and max(slots) < module.funcs["k"].slots
 
@@ -69,6 +66,7 @@ def test_results_attributes_and_target():
     "text, message",
     [
         (TWO_LOOPS.replace("(%2#1)", "(%7)"), "%7 is used before"),
+        (TWO_LOOPS.replace("(%2#1)", "(%1)"), "%1 is used before"),
         (TWO_LOOPS.replace("-> (index, index)\n", "-> index\n"), "2 results, 1 types"),
         (TWO_LOOPS.replace('"func.return"()', '"cf.br"()[^bb1]'), "successor"),
         (TWO_LOOPS[: TWO_LOOPS.index("}) {dlti")], "expected"),

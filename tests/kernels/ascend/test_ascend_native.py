@@ -47,9 +47,7 @@ def test_every_program_of_a_grid_runs():
     x = torch.randn(1500, generator=torch.Generator().manual_seed(0))
     out = torch.full_like(x, float("nan"))
     fn = make("activation", BS=256, EXPRESSION="x * tl.sigmoid(x)")
-    native.build(lower(fn, signature("activation", x_ptr="*fp32", o_ptr="*fp32")))(
-        [x, out, 1500], (6,)
-    )
+    native.build(lower(fn, signature("activation", x_ptr="*fp32", o_ptr="*fp32")))([x, out, 1500], (6,))
     assert_one_ulp(out, torch.nn.functional.silu(x.double()))
 
 

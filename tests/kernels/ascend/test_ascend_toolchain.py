@@ -120,10 +120,7 @@ def test_missing_compiler_says_what_to_install(monkeypatch):
     tools.find_tool.cache_clear()
     try:
         planned = compile_planned(lowered)
-        assert (
-            planned.outcome is Outcome.MISSING_TOOL
-            and "pip install ascendnpu-ir" in planned.message
-        )
+        assert planned.outcome is Outcome.MISSING_TOOL and "pip install ascendnpu-ir" in planned.message
         with pytest.raises(tools.MissingTool, match="pip install triton-ascend"):
             lower_layer_norm()
     finally:
@@ -148,9 +145,7 @@ def test_bad_targets_are_refused():
 
 def test_the_stub_answers_as_the_compiler_wants():
     path = tools.compiler_environment()["PATH"].split(os.pathsep)[0]
-    answer = subprocess.run(
-        [os.path.join(path, "hivmc"), "--version"], capture_output=True, text=True
-    )
+    answer = subprocess.run([os.path.join(path, "hivmc"), "--version"], capture_output=True, text=True)
     assert answer.stdout.startswith("hivmc ") and os.stat(path).st_mode & 0o077 == 0
 
 
@@ -163,6 +158,13 @@ def test_the_last_overflow_counts():
         lambda *args, **kw: toolchain.Planned("k", "Ascend910B3", *args, **kw), 1, output
     )
     assert (result.overflow.space, result.overflow.bits_needed) == ("cc", 99)
+
+
+def test_the_last_module_counts():
+    dump = "// -----// IR Dump Before Pass //----- //\nmodule {{\n  {0}\n}}\n"
+    output = dump.format("first") + "[NOTE] again\n" + dump.format("second") + "[NOTE] done\n"
+    assert toolchain._last_module(output) == "module {\n  second\n}\n"
+    assert toolchain._last_module("error: nothing") == ""
 
 
 def test_mixed_kernels_report_all_memories():
