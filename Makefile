@@ -27,7 +27,7 @@ lint: $(READY)
 
 # The numerics of every kernel shape on an NVIDIA GPU; skipped, with a message, where there is none.
 test-gpu: build/gpu-site
-	ASCEND_LN_FUSE_STRICT=1 PYTHONPATH=build/gpu-site $(PYTHON) -m pytest -rs $(ARGS) tests/gpu
+	ASCEND_LN_FUSE_STRICT=1 PYTHONPATH=build/gpu-site $(PYTHON) -m pytest -q $(ARGS) tests/gpu
 
 bench: build/gpu-site
 	PYTHONPATH=build/gpu-site $(PYTHON) benchmarks/strided_norm.py $(ARGS)

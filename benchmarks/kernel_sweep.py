@@ -127,10 +127,10 @@ class Bench:
 
         return graph_time([lambda i=i, o=o: launch(i, o) for i, o in zip(self.inputs, self.outputs)])
 
-    def kernel(self, tile: Tile | None = None, programs: int = 0) -> float:
+    def kernel(self, tile: Tile | None = None, programs: int = 0, **rules) -> float:
         """Microseconds of the kernel with `tile` (the chosen one by default); `programs` > 0 makes it
-        persistent, with that many programs a multiprocessor."""
-        tile, target = tile or self.tile, self.target
+        persistent, with that many programs a multiprocessor; `rules` are fields of the target."""
+        tile, target = tile or self.tile, replace(self.target, **rules)
         if programs:
             target = replace(target, persistent=True, cores=target.cores * programs)
         kernel = jit(generate(self.region, self.walk.structure, tile, target))
@@ -167,23 +167,22 @@ def table() -> None:
 
 def sweep() -> None:
     cases = [article(), *(contiguous(layer_norm, d) for d in (128, 1024, 4096, 8192)),
-             contiguous(add_norm, 1024), contiguous(add_norm, 4096)]
+             contiguous(rms_norm, 8192), *(contiguous(add_norm, d) for d in (1024, 4096, 8192))]
     for case in cases:
         bench = Bench(case)
         print(f"\n{case.name}: copy {bench.copy():.1f} us; chosen {bench.tile}, "
               f"{bench.tile.num_warps} warps {bench.kernel():.1f} us")
         row_bytes = 2 * bench.tile.cols
-        heights = sorted({max(1, size // row_bytes) for size in (2048, 4096, 8192, 16384, 32768)})
-        for rows in heights:
+        for rows in sorted({max(1, size // row_bytes) for size in (2048, 4096, 8192, 16384, 2 * row_bytes)
+                            if size <= 32768}):
             figures = []
             for warps in (1, 2, 4, 8, 16):
-                per_warp = rows * row_bytes // warps
-                if 256 <= per_warp <= 4096:
+                if 1024 <= rows * row_bytes // warps <= 4096:
                     tile = Tile(rows, bench.tile.cols, warps)
-                    figures.append(f"{warps} warps {bench.kernel(tile):.1f}")
-            print(f"  {rows:4} rows: {', '.join(figures)}", flush=True)
-        best = [f"{n} programs/SM {bench.kernel(programs=n):.1f}" for n in (4, 8, 16)]
-        print(f"  persistent, chosen tile: {', '.join(best)}", flush=True)
+                    plain, cg = bench.kernel(tile), bench.kernel(tile, stream_cache=".cg")
+                    figures.append(f"{warps} warps {plain:.1f}, .cg {cg:.1f}")
+            print(f"  {rows:4} rows: {'; '.join(figures)}", flush=True)
+        print(f"  persistent, 8 programs a multiprocessor: {bench.kernel(programs=8):.1f}", flush=True)
 
 
 def host() -> None:
@@ -194,11 +193,13 @@ def host() -> None:
     run, inputs, scalars = Runner(layer_norm(128, 3)), [x, w, b], [1e-5]
     torch.testing.assert_close(run(inputs, scalars)[0].float(),
                                F.layer_norm(x, (128,), w, b, 1e-5).float(), rtol=2e-2, atol=2e-2)
+    outputs, plan = run(inputs, scalars), next(iter(run._plans.values()))
+    pointers = [t.data_ptr() for t in inputs]
     calls = {
         "ours": lambda: run(inputs, scalars),
+        "  its launch": lambda: plan(inputs, pointers, scalars, outputs),
+        "  its allocation": lambda: plan.allocate(),
         "F.layer_norm": lambda: F.layer_norm(x, (128,), w, b, 1e-5),
-        "torch.empty_strided": lambda: torch.empty_strided((64, 3, 128), (384, 128, 1),
-                                                           dtype=torch.bfloat16, device="cuda"),
     }
     found: dict[str, list[float]] = {name: [] for name in calls}
     with torch.no_grad():

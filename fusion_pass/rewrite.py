@@ -37,9 +37,16 @@ def rewrite(lens: Lens, taken: Taken, traceable: bool) -> Graph:
         if isinstance(unit, Site):
             _insert(graph, unit, env, views, traceable)
         elif unit not in interior:
-            env[unit] = graph.node_copy(unit, env.__getitem__)
+            env[unit] = _copy(graph, unit, env)
     graph.lint()
     return graph
+
+
+def _copy(graph: Graph, node: Node, env: dict) -> Node:
+    result = graph.node_copy(node, env.__getitem__)
+    if hasattr(node, "_dynamo_source"):  # of an input; AOTAutograd asks for it
+        result._dynamo_source = node._dynamo_source
+    return result
 
 
 def _insert(graph: Graph, site: Site, env: dict, views: dict, traceable: bool) -> None:

@@ -71,6 +71,8 @@ class Taken:
         self._sites: dict[int, Site] = {}
         self._members: dict[int, list[int]] = {}
         self._group: dict[int, int] = {}
+        #: position -> the last position of the sites that span it (never taken back: an upper bound)
+        self._spans: dict[int, int] = {}
         self._count = 0
 
     @property
@@ -92,11 +94,13 @@ class Taken:
         self._count += 1
         self._sites[number], self._members[number] = site, positions
         self._group.update(dict.fromkeys(positions, number))
+        for position in range(positions[0], positions[-1]):
+            self._spans[position] = max(self._spans.get(position, 0), positions[-1])
         return None
 
     def replace(self, old: Sequence[Site], new: Site) -> Decline | None:
         """Take `new` in the place of the taken `old`; when that conflicts, all stays as it is."""
-        numbers = [n for n, site in self._sites.items() if any(site is o for o in old)]
+        numbers = [self._group[self.lens.position[site.anchor]] for site in old]
         kept = {n: (self._sites.pop(n), self._members.pop(n)) for n in numbers}
         for _, positions in kept.values():
             for position in positions:
@@ -133,12 +137,8 @@ class Taken:
     def _horizon(self, last: int) -> int:
         """The position beyond which nothing leads back to `last`: edges lead forward, and only the
         taken sites, run as one, lead further back."""
-        before = -1
-        while before != last:
-            before = last
-            last = max((m[-1] for m in self._members.values() if m[0] <= last),
-                       default=last)
-            last = max(last, before)
+        while self._spans.get(last, last) > last:
+            last = self._spans[last]
         return last
 
     def schedule(self) -> list[Node | Site]:

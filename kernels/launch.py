@@ -69,7 +69,7 @@ class Runner:
                      for x, p in zip(inputs, pointers)])
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plan(key, inputs)
+            return self._first(key, inputs, pointers, scalars)
         return plan(inputs, pointers, scalars)
 
     def into(self, inputs: Sequence[torch.Tensor], scalars: Sequence[float],
@@ -87,8 +87,9 @@ class Runner:
                          for x, p in zip(tensors, pointers)])
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plan(key, inputs, outputs)
-        plan(inputs, pointers[:len(inputs)], scalars, outputs)
+            self._first(key, inputs, pointers[:len(inputs)], scalars, outputs)
+        else:
+            plan(inputs, pointers[:len(inputs)], scalars, outputs)
 
     # Dynamo, should it meet a Runner, calls it instead of tracing into it. `torch.compiler.disable`
     # would say the same with a wrapper that costs microseconds a call.
@@ -97,15 +98,20 @@ class Runner:
         _method._torchdynamo_disable_msg = "launches a kernel"  # type: ignore[attr-defined]
     del _method
 
-    def _plan(self, key: tuple, inputs: Sequence[torch.Tensor],
-              outputs: Sequence[torch.Tensor] | None = None) -> Callable:
+    def _first(self, key: tuple, inputs, pointers, scalars, outputs=None):
+        """The first call with a key: makes the plan, runs it and keeps it."""
         _tell_dynamo()
         plan = self._make(inputs, outputs)
+        try:
+            results = plan(inputs, pointers, scalars, outputs)
+        except (Unsupported, ImportError) as why:
+            plan = self._declined(str(why))
+            results = plan(inputs, pointers, scalars, outputs)
         with _LOCK:
             while len(self._plans) >= MAX_PLANS:
                 del self._plans[next(iter(self._plans))]
             self._plans[key] = plan
-        return plan
+        return results
 
     def _make(self, inputs: Sequence[torch.Tensor],
               outputs: Sequence[torch.Tensor] | None) -> Callable:
@@ -134,7 +140,7 @@ class Runner:
             if 0 in walk.space:
                 return _Empty(region, walk, device)
             return _PLANS[target.backend](region, walk, target, device)
-        except Unsupported as why:
+        except (Unsupported, ImportError) as why:
             return self._declined(str(why))
 
     def _declined(self, reason: str) -> Callable:
@@ -228,8 +234,14 @@ class _Cuda(_Kernel):
         self.several = torch.cuda.device_count() > 1
         self.current_device = torch.cuda.current_device
         self.stream = torch._C._cuda_getCurrentRawStream
-        # Inductor's allocator call: no dispatcher, about a third of the time of torch.empty_strided.
+        # Inductor's allocator call, on the current device: no argument parser, no dispatcher.
         self.empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
+    def allocate(self):
+        empty = self.empty
+        if empty is None:
+            return super().allocate()
+        return tuple([empty(size, stride, dtype) for size, stride, dtype in self.specs])
 
     def __call__(self, inputs, pointers, scalars, outputs=None):
         if self.several and self.current_device() != self.index:
@@ -239,9 +251,7 @@ class _Cuda(_Kernel):
 
     def run(self, inputs, pointers, scalars, outputs):
         if outputs is None:
-            empty = self.empty
-            outputs = self.allocate() if empty is None else tuple(
-                [empty(size, stride, dtype) for size, stride, dtype in self.specs])
+            outputs = self.allocate()
         launch = self.launch
         if launch is None:
             return self.first(inputs, scalars, outputs)
@@ -289,8 +299,10 @@ class _Npu(_Kernel):
                 break
             except Exception as error:
                 # What the compiler wrote is the only sign of a tile too large for the Unified Buffer.
-                if "overflow" not in str(error).lower() or not self.next_tile():
+                if "overflow" not in str(error).lower():
                     raise
+                if not self.next_tile():
+                    raise Unsupported(f"no tile fits the Unified Buffer of {self.target.name}") from error
                 count = len(self.region.inputs) + len(self.region.outputs)
                 numbers = arguments[len(arguments) - len(self.region.scalars):]
                 arguments = [*arguments[:count], *self.integers, *numbers]

@@ -86,10 +86,12 @@ def _lowest(tile: Tile, region: NormRegion, target: Target) -> int:
     """The fewest rows with which a tile's rows are reduced as in the largest."""
     if tile.cols < region.lane:
         return tile.rows
+    # With one row, weights have a tile's shape, and the compiler may lay the row out like them.
+    lowest = min(2, tile.rows)
     if target.power_of_two:
         # Triton gives a thread its full 16 bytes of a row only where there are elements enough.
-        return max(1, 256 * tile.num_warps // tile.cols)
-    return min(2, tile.rows)
+        lowest = max(lowest, 256 * tile.num_warps // tile.cols)
+    return lowest
 
 
 @lru_cache(maxsize=1024)

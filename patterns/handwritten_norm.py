@@ -87,17 +87,37 @@ class _Matcher:
         if lens_rank(self.lens, scale) != lens_rank(self.lens, value) or \
                 lens_rank(self.lens, value) < 1:
             raise _NoNorm
+        scale, weight = self._scale(scale) if inverse else (scale, None)
         squared = self._rstd(scale) if inverse else self._std(scale)
         stat, eps = self._with_eps(squared)
         if not self._is_statistic(scale, value, stat.dims):
             raise _NoNorm
         shape = self._normal_shape(stat)
-        source = self._source(value, stat)
+        source, weight = self._source(value, stat, weight)
         axis = None if stat.dims[-1] == -1 else lens_rank(self.lens, source) + stat.dims[0]
-        norm = Norm("layer_norm" if stat.centred else "rms_norm", source, None, None, eps, shape,
-                    self.out, self._interior(source), self.lens.tensor(self.out).dtype,
-                    "handwritten layer_norm" if stat.centred else "handwritten rms_norm", axis)
-        return norm
+        dtype = self.lens.tensor(self.out).dtype
+        if weight is not None and (axis is not None or self.lens.tensor(weight).dtype != dtype):
+            raise Decline("the weight is multiplied in before the statistics, and is of another dtype "
+                          "or of a dim that is not the last", self.out)
+        op = "layer_norm" if stat.centred else "rms_norm"
+        return Norm(op, source, weight, None, eps, shape, self.out, self._interior(source), dtype,
+                    f"handwritten {op}", axis)
+
+    def _factors(self, node: Node) -> Iterator[tuple[Node, Node | None]]:
+        """(part, weight) for each way to read `node` as a part times a vector, itself first."""
+        yield node, None
+        if self.lens.kind(node) == "mul" and len(node.args) == 2:
+            for part, vector in (node.args, node.args[::-1]):
+                if lens_rank(self.lens, vector) == 1 and \
+                        lens_rank(self.lens, part) == lens_rank(self.lens, node):
+                    yield part, vector
+
+    def _scale(self, node: Node) -> tuple[Node, Node | None]:
+        """(rstd, weight) of `weight * rstd`; (node, None) where it is no such product."""
+        for part, weight in self._factors(node):
+            if weight is not None and same(self.lens.tensor(part).shape[-1], 1):
+                return part, self._through(node, weight)
+        return node, None
 
     # rstd and std
 
@@ -132,7 +152,7 @@ class _Matcher:
     def _decline_eps_on_std(self, node: Node) -> None:
         """`(x - mean) / (std + eps)` is no LayerNorm."""
         for arg in node.args:
-            if isinstance(arg, Node) and self.lens.tensor(arg) is not None:
+            if self.lens.tensor(arg) is not None and self.lens.kind(arg) != "add":
                 try:
                     self._statistic(self._std(arg))
                 except _NoNorm:
@@ -184,7 +204,7 @@ class _Matcher:
 
     def _variance(self, call: Node) -> _Stat:
         """`var`, `std` or `var_mean` of the value."""
-        bound = dict(zip(("input", "dim"), call.args)) | dict(call.kwargs)
+        bound = _bound(call)
         rest = call.args[2:]
         unbiased = bound.get("unbiased", rest[0] if rest and isinstance(rest[0], bool) else None)
         correction = bound.get("correction", None if unbiased is None else int(unbiased))
@@ -239,14 +259,13 @@ class _Matcher:
     def _counts(self, factor, count, word: str) -> bool:
         if isinstance(factor, Node):
             factor = value_of(factor)
-        if word == "div":
-            return isinstance(factor, (int, float, torch.SymInt)) and not isinstance(factor, bool) \
-                and (factor == count if isinstance(factor, float) else same(factor, count))
         known = hint(count)
-        return isinstance(factor, float) and same(count, known) and factor == 1.0 / known
+        if isinstance(factor, float):
+            return same(count, known) and factor == (known if word == "div" else 1.0 / known)
+        return word == "div" and isinstance(factor, (int, torch.SymInt)) and same(factor, count)
 
     def _reduced(self, node: Node) -> tuple[Node, tuple[int, ...]]:
-        bound = dict(zip(("input", "dim", "keepdim"), node.args)) | dict(node.kwargs)
+        bound = _bound(node)
         if "dim" not in bound or bound.get("dtype") not in (None, torch.float32, torch.float64):
             raise _NoNorm
         dims = self._dims(bound["dim"], bound["input"])
@@ -326,21 +345,19 @@ class _Matcher:
         if self.lens.kind(inner) == "getitem" and self.lens.kind(inner.args[0]) == "var_mean" and \
                 inner.args[1] == 1:
             call = inner.args[0]
-            dim = call.kwargs.get("dim", call.args[1] if len(call.args) > 1 else None)
+            bound = _bound(call)
             self.trail.nodes |= {inner, call}
-            return call.args[0], self._dims(dim, call.args[0])
+            return bound["input"], self._dims(bound.get("dim"), bound["input"])
         return self._mean(node)
 
-    def _source(self, value: Node, stat: _Stat) -> Node:
-        """What is normalised: the node whose value enters the product, uncentred."""
-        if not stat.centred:
-            if not self._equal(value, stat.of):
-                raise _NoNorm
-            return value
-        centred = self._centred(value, stat.dims)
-        if centred is None or not self._equal(centred, stat.of):
-            raise _NoNorm
-        return centred
+    def _source(self, value: Node, stat: _Stat, weight: Node | None) -> tuple[Node, Node | None]:
+        """What is normalised: the node whose value enters the product, uncentred; and the weight, where
+        it is part of `value` (or given)."""
+        for part, factor in self._factors(value):
+            source = self._centred(part, stat.dims) if stat.centred else part
+            if source is not None and self._equal(source, stat.of) and None in (weight, factor):
+                return source, weight if factor is None else self._through(value, factor)
+        raise _NoNorm
 
     def _equal(self, value: Node, other: Node) -> bool:
         """Whether two nodes hold one value, up to casts that lose nothing of `value`."""
@@ -385,11 +402,14 @@ class _Matcher:
             node = node.args[0]
         return node
 
+    def _through(self, node: Node, result: Node) -> Node:
+        self.trail.through(node)
+        return result
+
     def _step(self, node: Node, arg) -> Node:
         if not isinstance(arg, Node):
             raise _NoNorm
-        self.trail.through(node)
-        return arg
+        return self._through(node, arg)
 
     def _normal_shape(self, stat: _Stat) -> tuple[int, ...]:
         shape = []
@@ -406,6 +426,14 @@ def lens_rank(lens: Lens, node: Node) -> int:
     """Rank of the tensor that `node` yields; -1 when it yields none."""
     fake = lens.tensor(node)
     return -1 if fake is None else fake.dim()
+
+
+def _bound(call: Node) -> dict:
+    """The arguments of a reduction by name; NumPy's `axis` is `dim`."""
+    bound = dict(zip(("input", "dim"), call.args)) | dict(call.kwargs)
+    if "axis" in bound:
+        bound["dim"] = bound.pop("axis")
+    return bound
 
 
 def _long(fake: torch.Tensor) -> list:

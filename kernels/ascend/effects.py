@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from .mlir import Block, Func, Op, Value, is_memref
@@ -116,6 +116,13 @@ class Dataflow:
         for place in self.places:
             self._connect(place.op)
         self._roots: dict[Value, frozenset[Value]] = {}
+        self._made_from: dict[Value, list[tuple[str, Value]]] = {}  # root <- (op, root of an input)
+        for place in self.places:
+            inputs, outputs = reads_and_writes(place.op) or ([], [])
+            for output in outputs:
+                for root in self.roots(output):
+                    made_from = self._made_from.setdefault(root, [])
+                    made_from += [(place.op.short_name, r) for v in inputs for r in self.roots(v)]
 
     def _walk(self, block: Block, parents: tuple[Op, ...]) -> Iterator[Place]:
         for op in block.ops:
@@ -163,6 +170,21 @@ class Dataflow:
             return
         for source in sources:
             yield from self._find_roots(source, seen)
+
+    def origins(self, value: Value, through: Collection[str] | None = None) -> set[Value]:
+        """The roots of a memref, and those that its data came from.
+
+        through: follow these instructions only; None for all.
+        """
+        found: set[Value] = set()
+        pending = list(self.roots(value))
+        while pending:
+            root = pending.pop()
+            if root not in found:
+                found.add(root)
+                sources = self._made_from.get(root, [])
+                pending += [r for name, r in sources if through is None or name in through]
+        return found
 
     def view_key(self, value: Value) -> object:
         """Equal for two views of the same memory with the same offsets, sizes and strides."""

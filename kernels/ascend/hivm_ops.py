@@ -210,10 +210,6 @@ def vector_step(
     return run
 
 
-def _divide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return a / b if a.is_floating_point() else torch.div(a, b, rounding_mode="trunc")
-
-
 def _not(a: torch.Tensor) -> torch.Tensor:
     return torch.logical_not(a) if a.dtype == torch.bool else torch.bitwise_not(a)
 
@@ -222,14 +218,13 @@ ELEMENTWISE: dict[str, Callable[..., torch.Tensor]] = {
     "vadd": torch.add,
     "vsub": torch.sub,
     "vmul": torch.mul,
-    "vdiv": _divide,
+    "vdiv": torch.div,
     "vmax": torch.maximum,
     "vmin": torch.minimum,
     "vand": torch.bitwise_and,
     "vor": torch.bitwise_or,
     "vxor": torch.bitwise_xor,
     "vpow": torch.pow,
-    "vmod": torch.fmod,
     "vexp": torch.exp,
     "vln": torch.log,
     "vsqrt": torch.sqrt,
@@ -247,6 +242,9 @@ ELEMENTWISE: dict[str, Callable[..., torch.Tensor]] = {
 
 @register(*(f"hivm.hir.{name}" for name in ELEMENTWISE))
 def _elementwise(op: Op) -> Step:
+    inputs = [memref_type(value.type).element for value in _operands(op)[0] if is_memref(value.type)]
+    if op.short_name == "vdiv":  # how it would round integers is not known to us
+        require(all("f" in element for element in inputs), op, "division of integers")
     return vector_step(op, ELEMENTWISE[op.short_name])
 
 

@@ -231,9 +231,9 @@ class _Launch:
     def _bind(self, func: Func) -> list[Any]:
         """All parameters: [ffts address,] lock, workspace, the kernel's own, the grid's sizes."""
         parameters = func.entry.arguments
-        hidden = len(parameters) - len(self.args) - 3
-        if hidden not in (2, 3):
-            expected = sum(1 for p in parameters) - 3 - (3 if parameters[0].type == "i64" else 2)
+        hidden = 2 if is_memref(parameters[0].type) else 3
+        expected = len(parameters) - hidden - 3
+        if len(self.args) != expected:
             raise InterpreterError(f"{self.kernel} takes {expected} arguments, got {len(self.args)}")
         own = parameters[hidden:-3]
         scratch = [
@@ -254,6 +254,8 @@ class _Launch:
         if is_memref(type_) != isinstance(arg, torch.Tensor):
             raise InterpreterError(f"argument {index}: {type(arg).__name__} for {type_}")
         if isinstance(arg, torch.Tensor):
+            if arg.device.type != "cpu":
+                raise InterpreterError(f"argument {index}: a tensor on {arg.device}, not on the CPU")
             element = memref_type(type_).element
             # Triton passes a bool pointer as i8.
             if ELEMENTS.get(arg.dtype) != element and (arg.dtype, element) != (torch.bool, "i8"):

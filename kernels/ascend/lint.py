@@ -123,6 +123,10 @@ def _depends_on(value: Value, targets: set[Value]) -> bool:
     return op is not None and not op.regions and any(_depends_on(operand, targets) for operand in op.operands)
 
 
+# Between a load and its select, or a select and its store: int8 is selected as fp16.
+_CONVERSIONS = ("vcast", "copy")
+
+
 def read_modify_write(func: Func, flow: Dataflow) -> Iterator[Finding]:
     """No masked store that became: load the whole tile, select, store the whole tile.
 
@@ -144,9 +148,9 @@ def read_modify_write(func: Func, flow: Dataflow) -> Iterator[Finding]:
         for select in selected:
             (_, _, kept), outputs = select.segments()[:2]
             if (
-                flow.roots(outputs[0]) & flow.roots(source)
+                flow.roots(outputs[0]) & flow.origins(source, _CONVERSIONS)
                 and is_memref(kept.type)
-                and flow.roots(kept) & old
+                and flow.origins(kept, _CONVERSIONS) & old
             ):
                 message = (
                     "a masked store became a read-modify-write of the whole tile; "
@@ -163,8 +167,12 @@ def late_mask(func: Func, flow: Dataflow) -> Iterator[Finding]:
             full |= flow.roots(place.op.operands[1])
     for place in _live(flow):
         if place.op.name == "hivm.hir.vsel":
-            _, value, other = place.op.segments()[0]
-            if is_memref(value.type) and flow.roots(value) & full and not is_memref(other.type):
+            condition, value, other = place.op.segments()[0]
+            if not is_memref(value.type) or is_memref(other.type):
+                continue
+            loaded = flow.origins(value, _CONVERSIONS) & full
+            # A mask cannot depend on what it masks: that is a choice by value, such as a relu.
+            if loaded - flow.origins(condition):
                 message = "a whole tile is loaded and masked afterwards; it may read past the tensor"
                 yield Finding(Severity.WARNING, "late-mask", func.name, message)
 

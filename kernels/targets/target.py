@@ -26,7 +26,7 @@ class Target:
         double_buffer: the compiler keeps two copies of every loaded and stored tile.
         units: strides are worth passing in vector units (CUDA's access width is decided by
             provable alignment).
-        cache_hints: loads say how long a cache should keep them.
+        stream_cache: cache modifier of loads of rows, which are read once ("": none).
         precise: tl.sqrt and division are approximate; the correctly rounded forms exist.
         dtypes: dtype words that it can load, store and compute in.
     """
@@ -40,7 +40,7 @@ class Target:
     double_buffer: bool
     units: bool
     precise: bool
-    cache_hints: bool = False
+    stream_cache: str = ""
     dtypes: tuple[str, ...] = FLOATS
 
     def interpreted(self) -> Target:

@@ -32,6 +32,11 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU; none was found"))
 
 
+def pytest_terminal_summary(terminalreporter):
+    if not GPU and not INTERPRET and terminalreporter.stats.get("skipped"):
+        terminalreporter.line("tests/gpu was skipped: it needs an NVIDIA GPU, and none was found")
+
+
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda" if GPU else "cpu")

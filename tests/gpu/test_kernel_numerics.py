@@ -42,7 +42,7 @@ def test_regions(name, dtype, lane):
     check(name, lane, dtype, (3, 37))
 
 
-@pytest.mark.parametrize("name", sorted(TEXTS))
+@pytest.mark.parametrize("name", sorted(n for n, text in TEXTS.items() if "f32" not in text))
 def test_float64(name):
     check(name, 80, "f64", (2, 9))
 

@@ -26,6 +26,7 @@ DIMS = {"[-1]": [-1], "-1": -1, "(-1,)": (-1,), "[rank-1]": [len(SHAPE) - 1], "r
 MEANS = {
     "keepdim": lambda x, d: x.mean(d, keepdim=True),
     "torch.mean": lambda x, d: torch.mean(x, dim=d, keepdim=True),
+    "axis": lambda x, d: torch.mean(x, axis=d, keepdim=True),
     "positional": lambda x, d: x.mean(d, True),
     "unsqueeze": lambda x, d: x.mean(d).unsqueeze(-1),
     "None": lambda x, d: x.mean(d)[..., None],
@@ -55,6 +56,7 @@ VARIANCES = {
     "correction": lambda x, c, v: torch.var(x, v.dim, correction=0, keepdim=True),
     "var unsqueeze": lambda x, c, v: x.var(v.dim, correction=0).unsqueeze(-1),
     "var_mean": lambda x, c, v: torch.var_mean(x, v.dim, unbiased=False, keepdim=True)[0],
+    "var axis": lambda x, c, v: torch.var(x, axis=v.dim, correction=0, keepdim=True),
     "var_mean correction": lambda x, c, v: torch.var_mean(x, dim=v.dim, correction=0, keepdim=True)[0],
     "squares": lambda x, c, v: v.mean(v.square(c)),
     "var of centred": lambda x, c, v: c.var(v.dim, keepdim=True, unbiased=False),
@@ -85,6 +87,7 @@ ORDERS = {
     "torch.mul": torch.mul,
     ".mul": lambda a, b: b.mul(a),
 }
+
 
 EPS_SIDES = {
     "right": lambda s, e: s + e,
@@ -417,6 +420,50 @@ def test_look_alikes_are_left_alone(name):
     reasons = [site.reason for site in report.sites]
     assert bool(reasons) == bool(reason), reasons
     assert not reason or all(reason in why for why in reasons), reasons
+
+
+def rstd(x):
+    return torch.rsqrt(ms(x) + 1e-5)
+
+
+EARLY_WEIGHTS = {
+    "w x rstd": lambda x, w: w * x * rstd(x),
+    "x (w rstd)": lambda x, w: x * (w * rstd(x)),
+    "(rstd w) x": lambda x, w: rstd(x) * w * x,
+    "x w / rms": lambda x, w: x * w / torch.sqrt(ms(x) + 1e-5),
+    "(x - mean) w rstd": lambda x, w: centre(x) * w * rstd(centre(x)),
+    "(x - mean) (rstd w)": lambda x, w: centre(x) * (torch.rsqrt(x.var(-1, False, True) + 1e-5) * w),
+    "w (x - mean) / std": lambda x, w: w * centre(x) / torch.sqrt(x.var(-1, False, True) + 1e-5),
+}
+
+
+class Weighted(Of):
+    def __init__(self, function, dtype):
+        super().__init__(function)
+        self.weight = nn.Parameter(torch.rand(16, dtype=dtype) + 0.5)
+
+    def forward(self, x):
+        return self.function(x, self.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", EARLY_WEIGHTS)
+def test_weight_before_the_statistics(name, dtype):
+    check(Weighted(EARLY_WEIGHTS[name], dtype), torch.randn(4, 5, 16).to(dtype), fused=1)
+
+
+def test_weight_before_the_statistics_of_another_dtype_is_declined():
+    report = check(Weighted(EARLY_WEIGHTS["w x rstd"], torch.bfloat16), torch.randn(4, 5, 16), fused=0,
+                   declined=1)
+    assert "another dtype" in report.sites[0].reason
+
+
+def test_two_early_weights_and_a_square_input():
+    """w and x have one shape: neither may be taken for the other."""
+    x = torch.randn(16)
+    check(Weighted(lambda x, w: w * x * rstd(x), torch.float32), x, fused=1)
+    check(Weighted(lambda x, w: w * x * rstd(w), torch.float32), x, fused=1)
+    check(Weighted(lambda x, w: w * x * (w * rstd(x)), torch.float32), x, fused=0)
 
 
 def test_value_changed_in_place_between_statistics_and_product():

@@ -151,7 +151,7 @@ def layer_norm(x_ptr, g_ptr, b_ptr, o_ptr, rows, heads, sx_s, sx_h, so_s, so_h, 
         at = r[:, None] * so_s + h * so_h + cols[None, :]
         tl.store(o_ptr + at, y.to(o_ptr.dtype.element_ty), mask=m)
 """,
-    # The unfused chain of facts: rows of a strided input copied, converted, normalised.
+    # A step of the unfused chain: rows of a strided input copied, converted, normalised.
     "copy_rows": """
 def copy_rows(x_ptr, o_ptr, rows, sx, so):
     cols = tl.arange(0, LANES)
@@ -263,6 +263,12 @@ def running_sum(x_ptr, o_ptr, n):
     i = tl.arange(0, BS)
     tl.store(o_ptr + i, tl.cumsum(tl.load(x_ptr + i, mask=i < n, other=0.0), 0), mask=i < n)
 """,
+    "relu_whole": """
+def relu_whole(x_ptr, o_ptr):
+    i = tl.program_id(0) * BS + tl.arange(0, BS)
+    x = tl.load(x_ptr + i)
+    tl.store(o_ptr + i, tl.where(x > 0, x, 0.0))
+""",
     "larger": """
 def larger(x_ptr, y_ptr, o_ptr):
     i = tl.program_id(0) * BS + tl.arange(0, BS)
@@ -280,7 +286,7 @@ def integers(x_ptr, o_ptr, n):
 def undefined_name(x_ptr, n):
     tl.store(x_ptr + tl.arange(0, BS), nothing_of_that_name)
 """,
-    # x feeds tl.dot and tl.sum: facts/toolchain.md 6.1. The sound form loads x twice.
+    # x feeds tl.dot and tl.sum, which ascendnpu-ir 1.2.0 miscompiles. The sound form loads x twice.
     "linear_shared": _LINEAR.format(
         name="linear_shared", pointers="x_ptr, w_ptr", second="", weight=_ROWS_OF_W, summed="x"
     ),

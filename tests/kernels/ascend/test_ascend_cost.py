@@ -1,4 +1,4 @@
-"""Cost: the table of facts/toolchain.md 4, per loop and for a whole launch."""
+"""Cost: the figures known for small kernels, per loop and for a whole launch."""
 
 import pytest
 import torch

@@ -127,7 +127,7 @@ def test_bytes_are_exact(dtype, item):
     assert counters.ub_to_gm == tensor
     assert counters.gm_to_ub == tensor + 4 * parameters_per_program
     if dtype == "bf16":
-        assert (counters.gm_to_ub, counters.ub_to_gm) == (232_448, 230_400)  # facts/toolchain.md 4
+        assert (counters.gm_to_ub, counters.ub_to_gm) == (232_448, 230_400)
     assert set(counters.bytes) == {"GM->UB", "UB->GM"}
     assert counters.peak_bytes == plan_layer_norm(dtype).peak_bytes
 
@@ -236,6 +236,8 @@ def test_an_attribute_that_is_not_modelled_is_named():
     "change, message",
     [
         (lambda args: args.pop(), "takes 11 arguments, got 10"),
+        (lambda args: args.append(1), "takes 11 arguments, got 12"),
+        (lambda args: args.__setitem__(0, args[0].to("meta")), "a tensor on meta"),
         (
             lambda args: args.__setitem__(0, args[0].float()),
             r"argument 0: a tensor of torch\.float32",

@@ -32,6 +32,7 @@ def test_layer_norm_is_clean(dtype, multibuffer):
         ("rotate_pairs", {"BS": 8, "HALF": 64}),
         ("in_place", {"BS": 1024}),
         ("larger", {"BS": 1024}),
+        ("relu_whole", {"BS": 1024}),
         ("in_place_whole", {"BS": 1024}),
     ],
 )
@@ -41,7 +42,7 @@ def test_sound_kernels_are_clean(name, sizes):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_lost_load_of_a_shared_tile_is_found(dtype):
-    """facts/toolchain.md 6.1: ascendnpu-ir 1.2.0 ends well, and one core never loads x."""
+    """One tile feeds tl.dot and tl.sum: ascendnpu-ir 1.2.0 ends well, and a core never loads x."""
     found = errors(lint(plan_simple("linear_shared", SIZES, dtype)))
     assert [(f.rule, f.function) for f in found] == [("never-written", "linear_shared_mix_aiv")]
     found = errors(lint(plan_simple("linear_shared_columns", SIZES, dtype)))
@@ -85,9 +86,10 @@ def test_a_computed_index_is_a_scalar_loop_too():
     assert rules(text.replace(line, moved)) == {"scalar-loop"}
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, "i32", "i8"])
 @pytest.mark.parametrize("name, BS", [("reversed_mask", 1024), ("flat_mask", 16)])
-def test_discrete_masks_are_found(name, BS):
-    findings = lint(plan_simple(name, {"BS": BS}))
+def test_discrete_masks_are_found(name, BS, dtype):
+    findings = lint(plan_simple(name, {"BS": BS}, dtype))
     assert [(f.severity, f.rule) for f in findings] == [
         (Severity.ERROR, "read-modify-write"),
         (Severity.WARNING, "late-mask"),

@@ -103,7 +103,7 @@ def test_front_end_refusal_is_unsupported():
 
 
 def test_adapter_crash_is_told_apart():
-    # One row of stride-2 loads aborts triton-adapter-opt 3.2.0 (facts/toolchain.md 5).
+    # One row of stride-2 loads aborts triton-adapter-opt 3.2.0.
     pointers = {"x_ptr": "*bf16", "c_ptr": "*fp32", "s_ptr": "*fp32", "o_ptr": "*bf16"}
     planned = plan(make("rotate_pairs", BS=1, HALF=64), signature("rotate_pairs", **pointers))
     assert planned.outcome is Outcome.CRASH and "SIGABRT" in planned.message

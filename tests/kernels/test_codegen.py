@@ -1,0 +1,215 @@
+"""Generated kernels, run by Triton's interpreter on CPU tensors, against float64."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from ascend_ln_fuse.kernels.codegen import generate
+from ascend_ln_fuse.kernels.launch import launch_facts
+from ascend_ln_fuse.kernels.layout import Unsupported, layout
+from ascend_ln_fuse.kernels.reference import reference
+from ascend_ln_fuse.kernels.region import parse
+from ascend_ln_fuse.kernels.source import KernelSource, Tile, load
+from ascend_ln_fuse.kernels.targets import cuda, npu
+from ascend_ln_fuse.kernels.tiling import ladder
+from norm_cases import TEXTS, assert_right, inputs_for, region, scalars_for
+
+pytest.importorskip("triton")
+from ascend_ln_fuse.kernels.targets import interpreter  # noqa: E402
+
+CUDA = cuda.describe("sm_90", 4).interpreted()
+NPU = npu.describe("Ascend910B3").interpreted()
+RULES = {"cuda": CUDA, "npu": NPU}
+LANES = [1, 3, 17, 64, 80, 96, 128, 513, 1024, 3072, 8192]
+
+
+def make(r, inputs, target, tile=None) -> tuple[KernelSource, object]:
+    walk = layout(r, [x.shape for x in inputs], [x.stride() for x in inputs], target.units)
+    tile = tile or ladder(r, walk.structure, walk.sizes, target)[0]
+    return generate(r, walk.structure, tile, target), walk
+
+
+def run(r, inputs, scalars, target, tile=None):
+    kernel, walk = make(r, inputs, target, tile)
+    outputs = [torch.full_like(x, float("nan")) for x in reference(r, inputs, scalars)]
+    integers, grid = launch_facts(walk, kernel.tile.rows, target)
+    interpreter.run(load(kernel), (grid,), [*inputs, *outputs, *integers, *scalars])
+    return outputs
+
+
+def check(name, lane, dtype, target, outer=(2, 5), ratio=1.0, tile=None):
+    r = region(name, lane, dtype)
+    inputs, scalars = inputs_for(r, outer, ratio), scalars_for(r)
+    assert_right(r, inputs, scalars, run(r, inputs, scalars, target, tile))
+
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+@pytest.mark.parametrize("rules", sorted(RULES))
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_norms(name, rules, dtype, lane):
+    outer = (2, 3) if lane > 1000 else (3, 11)
+    for ratio in (1.0, 1000.0):
+        check(name, lane, dtype, RULES[rules], outer, ratio)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+@pytest.mark.parametrize("rules", sorted(RULES))
+@pytest.mark.parametrize("name", sorted(TEXTS))
+def test_regions(name, rules, dtype):
+    check(name, 96, dtype, RULES[rules], (2, 9))
+    check(name, 96, dtype, RULES[rules], (2, 9), tile=Tile(4, 128 if rules == "cuda" else 96))
+    check(name, 96, dtype, RULES[rules], (1, 1))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+@pytest.mark.parametrize("rows, cols", [(1, 64), (4, 32), (2, 16)])
+@pytest.mark.parametrize("name", sorted(TEXTS))
+def test_column_passes(name, rows, cols, dtype):
+    """D 80 in pieces, with and without a ragged last one."""
+    target = CUDA if cols == 64 else NPU
+    check(name, 80, dtype, target, (2, 7), ratio=30.0, tile=Tile(rows, cols))
+
+
+def test_mean_1000_in_column_passes():
+    for dtype in ("bf16", "f32"):
+        check("layer_norm", 3000, dtype, NPU, (1, 3), 1000.0, Tile(2, 1024))
+
+
+def test_float64():
+    """Runs on GPUs only (tests/gpu): triton-ascend's interpreter refuses the type."""
+    r = region("layer_norm", 96, "f64")
+    kernel, _ = make(r, inputs_for(r, (2, 5)), cuda.describe("sm_90", 4))
+    assert kernel.signature["P_x"] == "*fp64" and kernel.signature["BITS_eps"] == "i64"
+    assert "tl.float32" not in kernel.source
+
+
+@pytest.mark.parametrize("tile", [Tile(4, 128), Tile(2, 32)])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_bad_values_stay_in_their_row(value, tile):
+    r = region("layer_norm", 96, "f32")
+    inputs = inputs_for(r, (1, 6))
+    clean = run(r, inputs, [1e-5], CUDA, tile)[0]
+    inputs[0][0, 2, 50] = value
+    got = run(r, inputs, [1e-5], CUDA, tile)[0]
+    assert got[0, 2].isnan().all()
+    others = [0, 1, 3, 4, 5]
+    assert torch.equal(got[0, others], clean[0, others])
+
+
+@pytest.mark.parametrize("tile", [Tile(4, 128), Tile(4, 32)])
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+def test_equal_values_are_centred_to_zero(dtype, tile):
+    """What rounding leaves of a mean would be blown up by 1/sqrt(eps)."""
+    r = region("layer_norm", 96, dtype)
+    inputs = inputs_for(r, (1, 6))
+    inputs[0][:] = torch.tensor([1000.0, -3.1, 0.0, 7e4 if dtype != "f16" else 6e4, 1.1, 999.0])[:, None]
+    assert_right(r, inputs, [1e-5], run(r, inputs, [1e-5], CUDA, tile))
+
+
+def test_a_lane_of_one_number_per_row():
+    r = parse("space [*, 96]\nin x: f32[*, 96]\nin s: f32[*, 1]\nin c: f32[]\na: f32 = mul(s, c)\n"
+              "b: f32 = add(a, 1.0)\nv: f32 = rms_norm(x, none, 1e-05)\ny: f32 = mul(v, b)\n"
+              "out y: f32 order(0, 1)\nout b: f32 order(0, 1)")
+    inputs = [torch.randn(10, 96), torch.randn(10, 1), torch.tensor(0.5)]
+    for target in (CUDA, NPU):
+        for tile in (Tile(4, 128 if target is CUDA else 96), Tile(1, 32)):
+            assert_right(r, inputs, [], run(r, inputs, [], target, tile))
+
+
+def test_an_expanded_input():
+    r = region("layer_norm", 96, "f32")
+    _, w, b = inputs_for(r, (1, 1))
+    for x in (torch.randn(1, 1, 96).expand(3, 5, 96), torch.randn(3, 1, 96).expand(3, 5, 96)):
+        for target in (CUDA, NPU):
+            assert_right(r, [x, w, b], [1e-5], run(r, [x, w, b], [1e-5], target))
+
+
+def test_names_that_python_or_the_source_uses():
+    words = ["tl", "if", "lambda", "range", "def", "triton", "int"]
+    ins = "\n".join(f"in {w}: f32[*, 8]" for w in words)
+    lines = [f"v0: f32 = add({words[0]}, {words[1]})"]
+    lines += [f"v{i + 1}: f32 = add(v{i}, {w})" for i, w in enumerate(words[2:])]
+    last = f"v{len(words) - 2}"
+    r = parse(f"space [*, 8]\n{ins}\nscalar print\n" + "\n".join(lines) +
+              f"\nfor: f32 = layer_norm({last}, none, none, print)\nout for: f32 order(0, 1)")
+    inputs = [torch.randn(5, 8) for _ in words]
+    for target in (CUDA, NPU):
+        assert_right(r, inputs, [1e-5], run(r, inputs, [1e-5], target))
+
+
+# -- the text --------------------------------------------------------------------------------------
+
+
+def sources():
+    for name in TEXTS:
+        for target in (CUDA, NPU):
+            for lane, tile in ((96, None), (96, Tile(2, 32))):
+                r = region(name, lane, "bf16")
+                yield make(r, inputs_for(r, (2, 5)), target, tile)[0]
+
+
+@pytest.mark.parametrize("kernel", list(sources()), ids=lambda k: k.name)
+def test_source_rules(kernel):
+    text = kernel.source
+    assert re.fullmatch(r"aln_(layer|rms)_norm_[0-9a-f]{10}", kernel.name) and len(kernel.name) <= 49
+    doc = text.split('"""')[1]
+    assert parse(doc.split("\n\n")[0])  # a person finds the region on top
+    body = text.split("):\n", 1)[1]
+    assert "constexpr" not in text
+    assert "break" not in body and "continue" not in body and "libdevice" not in body
+    # Scalars only: the operands of // and % are indices and counts, never ROW or COL.
+    for line in body.splitlines():
+        if "//" in line or "%" in line.split("#")[0]:
+            assert not re.search(r"\b(ROW|COL)\b", line), line
+    # Masks per dimension, index on the left.
+    for mask in re.findall(r"mask=([^,)]*)", body):
+        assert re.fullmatch(r"(ROW_IN|COL_IN)( & (ROW_IN|COL_IN))*", mask)
+    assert all(len(line) <= 130 for line in text.splitlines())
+
+
+def test_same_input_same_text():
+    r = region("add_norm", 128, "bf16")
+    inputs = inputs_for(r, (2, 5))
+    first = make(r, inputs, NPU)[0]
+    generate.cache_clear()
+    assert make(r, inputs, NPU)[0] == first
+
+
+def test_rounding_only_where_it_matters():
+    r = parse("space [*, 8]\nin x: bf16[*, 8]\na: f32 = cast(x)\nb: bf16 = cast(a)\nc: bf16 = neg(b)\n"
+              "d: bf16 = add(c, 1.0)\ne: bf16 = mul(d, d)\nf: bf16 = rms_norm(e, none, 1e-06)\n"
+              "out f: bf16 order(0, 1)\nout d: bf16 order(0, 1)")
+    text = make(r, [torch.randn(4, 8).bfloat16()], CUDA)[0].source
+    assert text.count(".to(tl.bfloat16)") == 3  # d, e; f once, at its store
+
+
+@pytest.mark.parametrize("text, why", [
+    ("in x: f64[*, 8]\nv: f64 = rms_norm(x, none, 1e-06)\nout v: f64 order(0, 1)", "does not compute in f64"),
+    ("in x: f32[*, 1]\nin y: f32[*, 8]\nv: f32 = rms_norm(x, none, 1e-06)\nu: f32 = add(v, y)\n"
+     "out u: f32 order(0, 1)", "without a lane"),
+    ("in x: f32[*, 8]\nin e: f32[]\nv: f32 = rms_norm(x, none, e)\nout v: f32 order(0, 1)", "eps of v"),
+])
+def test_unsupported(text, why):
+    r = parse(f"space [*, 8]\n{text}")
+    inputs = inputs_for(r, (4,))
+    with pytest.raises(Unsupported, match=why):
+        make(r, inputs, NPU)
+
+
+def test_a_process_can_interpret_and_compile():
+    """The interpreter leaves `triton.language` as it was."""
+    import triton.language as tl
+
+    before = {name: vars(tl)[name] for name in ("sum", "load", "program_id", "reduce", "full")}
+    check("layer_norm", 64, "f32", CUDA)
+    assert {name: vars(tl)[name] for name in before} == before
+    assert "__index__" not in vars(tl.tensor)
+
+
+def test_importing_does_not_import_triton():
+    code = ("import sys; import ascend_ln_fuse.kernels.launch, ascend_ln_fuse.kernels.targets.interpreter;"
+            "assert 'triton' not in sys.modules")
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,83 @@
+"""The reference is what PyTorch does with the same ops, in the declared layout."""
+
+import pytest
+import torch
+from ascend_ln_fuse.kernels.pointwise import POINTWISE, torch_function
+from ascend_ln_fuse.kernels.reference import TORCH_DTYPES, reference
+from ascend_ln_fuse.kernels.region import parse
+from norm_cases import TEXTS, inputs_for, region, scalars_for
+from torch.nn import functional as F
+
+
+def test_llama_rounds_where_llama_does():
+    r = region("llama", 64, "bf16")
+    x, w = inputs_for(r, (2, 5))
+    got, = reference(r, [x, w], [1e-6])
+    wide = x.float()
+    normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    torch.testing.assert_close(got, w * normal.bfloat16())
+
+
+def test_modulate():
+    r = region("modulate", 48, "f16")
+    x, scale, shift, gate = inputs_for(r, (2, 5))
+    got, = reference(r, [x, scale, shift, gate], [1e-5])
+    want = gate * (F.layer_norm(x, (48,), eps=1e-5) * (scale + 1.0) + shift)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", sorted(TEXTS))
+def test_layout_and_ownership(name):
+    """Fresh tensors of the declared order, also for an output that is an input or comes twice."""
+    r = region(name, 16, "f32")
+    inputs = inputs_for(r, (3, 4))
+    outputs = reference(r, inputs, scalars_for(r))
+    owners = {t.untyped_storage().data_ptr() for t in (*inputs, *outputs)}
+    assert len(owners) == len(inputs) + len(outputs)
+    if name == "qk":
+        assert outputs[0].stride() == (16, 48, 1)
+
+
+def test_an_input_as_output():
+    r = parse("space [*, 4]\nin x: f32[*, 4]\nout x: f32 order(0, 1)\nout x: f32 order(1, 0)")
+    x = torch.randn(3, 4)
+    first, second = reference(r, [x], [])
+    assert torch.equal(first, x) and torch.equal(second, x)
+    assert len({x.data_ptr(), first.data_ptr(), second.data_ptr()}) == 3
+    assert second.stride() == (1, 3)
+
+
+@pytest.mark.parametrize("name", sorted(POINTWISE))
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+def test_pointwise_lines(name, dtype):
+    op, torch_dtype = POINTWISE[name], TORCH_DTYPES[dtype]
+    args = ["x", "y"][:op.arity]
+    r = parse("space [*, 8]\nin x: {0}[*, 8]\nin y: {0}[8]\nz: {0} = {1}({2})\nout z: {0} order(0, 1)"
+              .format(dtype, name, ", ".join(args)))
+    x, y = torch.rand(3, 8).to(torch_dtype) + 0.5, torch.rand(8).to(torch_dtype) + 0.5
+    want = torch_function(name)(*(x, y)[:op.arity])
+    assert torch.equal(reference(r, [x, y], [])[0], want)
+
+
+@pytest.mark.parametrize("line", ["sub(2.0, x)", "maximum(x, 0.25)", "minimum(0.25, x)", "div(x, s)"])
+def test_scalars_on_either_side(line):
+    r = parse(f"space [*, 8]\nin x: f32[*, 8]\nscalar s\nz: f32 = {line}\nout z: f32 order(0, 1)")
+    x = torch.randn(3, 8)
+    want = {"sub(2.0, x)": 2.0 - x, "maximum(x, 0.25)": x.clamp(min=0.25),
+            "minimum(0.25, x)": x.clamp(max=0.25), "div(x, s)": x / 3.0}[line]
+    assert torch.equal(reference(r, [x], [3.0])[0], want)
+
+
+def test_differentiable():
+    r = region("add_norm", 8, "f64")
+    inputs = [x.clone().requires_grad_() for x in inputs_for(r, (2, 3))]
+    assert torch.autograd.gradcheck(lambda *xs: reference(r, xs, [1e-5]), inputs)
+
+
+def test_ambient_autocast_does_not_touch_it():
+    r = region("layer_norm", 16, "bf16")
+    inputs = inputs_for(r, (2, 3))
+    want, = reference(r, inputs, [1e-5])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, = reference(r, inputs, [1e-5])
+    assert got.dtype == torch.bfloat16 and torch.equal(got, want)

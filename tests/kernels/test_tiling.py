@@ -1,0 +1,121 @@
+"""Tiles fit their target, waste little and do not make a row depend on its batch."""
+
+import pytest
+from ascend_ln_fuse.kernels.layout import MAX_ROWS, Layout, layout
+from ascend_ln_fuse.kernels.region import DTYPES
+from ascend_ln_fuse.kernels.targets import cuda, npu, target_for
+from ascend_ln_fuse.kernels.tiling import ladder, live_tiles
+from hypothesis import given
+from hypothesis import strategies as st
+from norm_cases import TEXTS, inputs_for, region
+
+GPU = cuda.describe("sm_90", 132)
+NPU = npu.describe("Ascend910B3")
+
+
+def walk(name, lane, dtype, outer) -> tuple[object, Layout]:
+    r = region(name, lane, dtype)
+    inputs = [x.to("meta") for x in inputs_for(r, (2, 3))]
+    shapes, strides = [], []
+    for x in inputs:
+        shape = [n if d == 1 or i == x.dim() - 1 else outer[i] for i, (n, d) in
+                 enumerate(zip(x.shape, x.shape))] if x.dim() == 3 else list(x.shape)
+        if name == "sandwich" and x.dim() == 2:
+            shape = [outer[1], 1]
+        shapes.append(shape)
+        strides.append(tuple(x.new_empty(shape).stride()))
+    return r, layout(r, shapes, strides)
+
+
+def tiles(name, lane, dtype, outer, target):
+    r, found = walk(name, lane, dtype, outer)
+    return ladder(r, found.structure, found.sizes, target)
+
+
+@pytest.mark.parametrize("dtype, lane, rows", [
+    # Where the official compiler keeps double buffering: 96 rows of 128, 12 of 1024, 3 of 3072, ...
+    ("bf16", 128, 96), ("bf16", 1024, 12), ("bf16", 3072, 3), ("bf16", 4096, 2), ("bf16", 8192, 1),
+    ("f32", 128, 96), ("f32", 8192, 1),
+])
+def test_ascend_rows(dtype, lane, rows):
+    assert tiles("layer_norm", lane, dtype, (4, 100_000), NPU)[0].rows == rows
+    assert tiles("layer_norm", lane, dtype, (4, 100_000), NPU)[0].cols == lane
+
+
+def test_ascend_ladder_ends_in_column_passes():
+    found = tiles("layer_norm", 128, "bf16", (4, 100_000), NPU)
+    assert [t.rows for t in found[:3]] == [96, 48, 24]
+    long = tiles("layer_norm", 30_000, "bf16", (4, 1000), NPU)
+    assert all(t.cols < 30_000 for t in long) and long[-1].rows == 1
+    assert all(t.cols % 16 == 0 for t in long)
+
+
+def test_column_tiles_divide_the_lane_where_they_can():
+    tile = tiles("layer_norm", 16384, "bf16", (4, 1000), NPU)[0]
+    assert 16384 % tile.cols == 0 and tile.cols >= 512
+
+
+@given(name=st.sampled_from(sorted(TEXTS)), lane=st.integers(1, 40_000),
+       dtype=st.sampled_from(["bf16", "f16", "f32"]), batch=st.integers(2, 5),
+       tokens=st.integers(2, 70_000), npu_=st.booleans())
+def test_invariants(name, lane, dtype, batch, tokens, npu_):
+    target = NPU if npu_ else GPU
+    r, found = walk(name, lane, dtype, (batch, tokens))
+    for tile in ladder(r, found.structure, found.sizes, target):
+        assert 1 <= tile.rows <= MAX_ROWS
+        assert tile.cols >= lane or tile.cols < lane <= 100 * tile.cols
+        if npu_:
+            assert tile.cols <= lane
+            held = 8 * live_tiles(r, found.structure) * tile.rows * tile.cols
+            assert held <= target.budget
+        else:
+            assert tile.rows & (tile.rows - 1) == 0 and tile.cols & (tile.cols - 1) == 0
+            assert tile.num_warps in (1, 2, 4, 8, 16)
+
+
+@given(lane=st.integers(1, 20_000), tokens=st.integers(1, 5000), npu_=st.booleans())
+def test_a_batch_changes_rows_only(lane, tokens, npu_):
+    target = NPU if npu_ else GPU
+    few, many = (tiles("layer_norm", lane, "bf16", outer, target)[0]
+                 for outer in ((2, tokens), (64, 100_000)))
+    assert (few.cols, few.num_warps) == (many.cols, many.num_warps)
+    assert (few.rows == 1) == (many.rows == 1)
+
+
+def test_small_batches_use_all_cores():
+    assert tiles("layer_norm", 128, "bf16", (2, 400), NPU)[0].rows < 96
+    found = tiles("layer_norm", 128, "bf16", (2, 400), NPU)[0]
+    assert -(-800 // found.rows) >= NPU.cores
+
+
+def test_wide_offsets_take_one_row():
+    r = region("layer_norm", 128, "bf16")
+    found = layout(r, [(5, 7, 128), (128,), (128,)], [(2**25, 2**22, 1), (1,), (1,)])
+    for target in (GPU, NPU):
+        assert {t.rows for t in ladder(r, found.structure, found.sizes, target)} == {1}
+
+
+def test_live_tiles():
+    def count(name):
+        r, found = walk(name, 128, "bf16", (4, 4096))
+        return live_tiles(r, found.structure)
+
+    assert [count(n) for n in ("layer_norm", "modulate", "add_norm", "qk")] == [1, 1, 2, 2]
+
+
+def test_soc_table():
+    assert npu.describe("Ascend910B3").cores == 40 and npu.describe("Ascend910B2C").cores == 48
+    assert npu.describe("Ascend910_9382").cores == 48 and npu.describe("Ascend910_9362").cores == 40
+    assert npu.describe("Ascend950PR_9589").cores == 64
+    assert npu.describe("Ascend_of_tomorrow").budget == 192 * 1024
+
+
+def test_target_of_a_device():
+    import torch
+
+    from ascend_ln_fuse.kernels.layout import Unsupported
+
+    assert target_for(torch.device("cpu")).backend == "interpreter"
+    with pytest.raises(Unsupported, match="'meta'"):
+        target_for(torch.device("meta"))
+    assert set(GPU.dtypes) == set(DTYPES) and "f64" not in NPU.dtypes
