@@ -7,6 +7,7 @@ import itertools
 import re
 import threading
 import time
+import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -163,15 +164,19 @@ def _source_of(site: Site) -> Callable[[], str | None]:
 
 
 def _model_name(gm: GraphModule) -> str:
-    """`forward in model.py`: the outermost frame that Dynamo traced, as far as the graph tells."""
+    """`forward in model.py`: the outermost frame of the user's that Dynamo traced, as far as the graph
+    tells; one of PyTorch's where there is no other."""
     for node in gm.graph.nodes:
-        frame = _FRAME.search(node.meta.get("stack_trace") or "") if node.op != "placeholder" else None
-        if frame:
-            return f"{frame[2]} in {Path(frame[1]).name}"
+        frames = _FRAME.findall(node.meta.get("stack_trace") or "") if node.op != "placeholder" else ()
+        frames = [frame for frame in frames if frame[0] != __file__]
+        if frames:
+            path, name = next((f for f in frames if not _TORCH.search(f[0])), frames[0])
+            return f"{name} in {Path(path).name}"
     return ""
 
 
 _FRAME = re.compile(r'File "([^"]+)", line \d+, in (\w+)')
+_TORCH = re.compile(r"[\\/]torch[\\/]")
 
 
 def _inner_compiler(name: str) -> Callable | None:
@@ -208,8 +213,25 @@ def auto_fusion(model: torch.nn.Module, *, dynamic: bool | None = None, fullgrap
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}; for a function "
                         'use torch.compile(f, backend="ascend_ln_fuse")')
+    from torch._dynamo import trace_rules
+
     chosen = parse_options(options)
     _inner_compiler(chosen.inner)
-    model.compile(backend="ascend_ln_fuse", dynamic=dynamic, fullgraph=fullgraph,
-                  options={name: getattr(chosen, name) for name in options})
+    given = {"backend": "ascend_ln_fuse", "dynamic": dynamic, "fullgraph": fullgraph,
+             "options": {name: getattr(chosen, name) for name in options}}
+    if trace_rules.check(model.forward):
+        # Module.compile captures nothing where forward is PyTorch's own (nn.Sequential).
+        model._compiled_call_impl = torch.compile(_frame_round(model._call_impl), **given)
+    else:
+        model.compile(**given)
     return model
+
+
+def _frame_round(function: Callable) -> Callable:
+    """A function that calls `function`, with a code object of its own: Dynamo keeps what it compiled,
+    and counts how often, by code object."""
+    def call(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return types.FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None,
+                              call.__closure__)

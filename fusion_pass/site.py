@@ -279,8 +279,8 @@ class Assembler:
         dims = self._dims(node, fake)
         lane_stride = fake.stride(-1) if fake.dim() else 1
         if dims and dims[-1] != 1 and not (same(lane_stride, 1) or same(lane_stride, 0)):
-            raise Decline(f"lane stride {lane_stride}: the normalised dim of {node.name} "
-                          "is not the innermost in memory", node)
+            raise Decline("the normalised dim is not the innermost in memory (its stride is "
+                          f"{lane_stride})", node)
         name = f"x{len(self.inputs)}"
         dtype = self._word(fake.dtype, node)
         self.inputs.append((node, steps))

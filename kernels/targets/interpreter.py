@@ -9,6 +9,7 @@ everything back, so that a process can interpret and compile.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -34,7 +35,9 @@ def run(fn: Callable, grid: tuple[int, ...], arguments: Sequence) -> None:
     # themselves, which fails for expanded ones: one element is enough.
     single = [x.as_strided((1,), (1,), x.storage_offset()) if isinstance(x, torch.Tensor) else x
               for x in arguments]
-    with _LOCK, _patched():
+    with _LOCK, _patched(), warnings.catch_warnings():
+        # Triton 3.2 turns arrays of one element into numbers, which numpy 2 discourages.
+        warnings.simplefilter("ignore", DeprecationWarning)
         InterpretedFunction(fn)[grid](*single)
 
 

@@ -202,6 +202,12 @@ def test_copies_between_different_shapes_are_caught():
         interpret(edited(text, line, wider), "layer_norm", LayerNormCase("bf16").args, (1,))
 
 
+def test_padding_on_the_left_is_not_modelled():
+    text = edited(plan_layer_norm("bf16").text, "left_padding_num = %c0", "left_padding_num = %c64")
+    with pytest.raises(InterpreterError, match="padding on the left"):
+        interpret(text, "layer_norm", LayerNormCase("bf16").args, (1,))
+
+
 def test_a_buffer_past_the_end_of_the_unified_buffer_is_caught():
     text = edited(plan_layer_norm("bf16").text, "arith.constant 137536 : i64", "arith.constant 187536 : i64")
     with pytest.raises(InterpreterError, match="ub: planned up to byte"):

@@ -1,10 +1,12 @@
 """Single ops of the interpreter, where whole kernels do not reach the corner."""
 
 import math
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 from ascend_ln_fuse.kernels.ascend import cube_ops, interpreter  # noqa: F401  (fills the op table)
+from ascend_ln_fuse.kernels.ascend.counters import Counters
 from ascend_ln_fuse.kernels.ascend.effects import Dataflow
 from ascend_ln_fuse.kernels.ascend.memory import InterpreterError, MemRef, Storage
 from ascend_ln_fuse.kernels.ascend.mlir import Op, Value, parse_generic
@@ -118,6 +120,41 @@ def test_attributes_that_are_not_modelled_are_refused():
     operands = [Value("%0", types[0], 0), Value("%1", types[1], 1)]
     with pytest.raises(UnknownOp, match=r"hivm\.hir\.load: init_out_buffer"):
         OPS["hivm.hir.load"](Op("hivm.hir.load", operands, [], {"init_out_buffer": "true"}))
+
+
+def test_a_flag_goes_from_one_kind_of_core_to_the_other():
+    def sync(core, word):
+        properties = {"static_flag_id": "3 : i64", "operandSegmentSizes": "array<i32: 0, 0>"}
+        OPS[f"hivm.hir.sync_block_{word}"](Op(f"hivm.hir.sync_block_{word}", [], [], properties))(core)
+
+    def core(is_cube, sub_block=0):
+        def wait_until(condition, what):
+            if not condition():
+                raise InterpreterError(f"blocked on {what}")
+
+        return SimpleNamespace(
+            is_cube=is_cube,
+            sub_block=sub_block,
+            sub_blocks=2,
+            signals=signals,
+            counters=Counters(),
+            wait_until=wait_until,
+        )
+
+    signals = Counter()
+    cube, vectors = core(True), [core(False, 0), core(False, 1)]
+    sync(cube, "set")
+    with pytest.raises(InterpreterError, match="blocked on flag 3"):
+        sync(cube, "wait")  # its own flag is not for itself
+    for vector in vectors:
+        sync(vector, "wait")
+    with pytest.raises(InterpreterError):
+        sync(vectors[0], "wait")  # each wait takes the flag away
+    sync(vectors[0], "set")
+    with pytest.raises(InterpreterError):
+        sync(cube, "wait")  # it waits for both
+    sync(vectors[1], "set")
+    sync(cube, "wait")
 
 
 def test_a_loop_that_never_runs_is_not_live():
