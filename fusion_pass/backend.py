@@ -221,17 +221,17 @@ def auto_fusion(model: torch.nn.Module, *, dynamic: bool | None = None, fullgrap
              "options": {name: getattr(chosen, name) for name in options}}
     if trace_rules.check(model.forward):
         # Module.compile captures nothing where forward is PyTorch's own (nn.Sequential).
-        model._compiled_call_impl = torch.compile(_frame_round(model._call_impl), **given)
+        model._compiled_call_impl = torch.compile(_frame_round(model), **given)
     else:
         model.compile(**given)
     return model
 
 
-def _frame_round(function: Callable) -> Callable:
-    """A function that calls `function`, with a code object of its own: Dynamo keeps what it compiled,
-    and counts how often, by code object."""
+def _frame_round(model: torch.nn.Module) -> Callable:
+    """A function that calls `model`, with a code object of its own: Dynamo keeps what it compiled, and
+    counts how often, by code object."""
     def call(*args, **kwargs):
-        return function(*args, **kwargs)
+        return model._call_impl(*args, **kwargs)
 
     return types.FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None,
                               call.__closure__)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from .graph import Lens, same, same_shape
+from .graph import Lens, hint, same, same_shape
+from .kernels.layout import MAX_DIMS, Unsupported, layout
 from .kernels.reference import TORCH_DTYPES
 from .kernels.region import NORMS, broadcast_sizes, dense_strides
 from .site import Decline, Norm, Site, Step, replay
@@ -53,6 +54,23 @@ def check_norm(lens: Lens, norm: Norm) -> None:
             raise Decline("memory is written, or a mode switched, inside the norm", node)
         if node is not norm.out and any(user not in norm.interior for user in node.users):
             raise Decline("the statistics are read elsewhere too", node)
+
+
+def check_kernel(site: Site) -> None:
+    """Raise Decline where no kernel would serve `site`, so that it would run as its torch reference."""
+    region, node = site.region, site.anchor
+    device = site.fakes[0].device.type
+    if region.compute == "f64" and device == "npu":
+        raise Decline("fp64 has no kernel on Ascend", node)
+    for out in region.outputs:
+        if out.order[-1] != region.rank - 1 and region.lane > 1:
+            raise Decline("the result's normalised dim is not the innermost in memory", node)
+    if region.outer > MAX_DIMS:
+        try:
+            layout(region, [tuple(map(hint, fake.shape)) for fake in site.fakes],
+                   [tuple(map(hint, fake.stride())) for fake in site.fakes])
+        except Unsupported as why:
+            raise Decline(f"no kernel walks these tensors: {why}", node) from why
 
 
 def check_contract(lens: Lens, site: Site) -> None:

@@ -7,6 +7,7 @@ networkx DiGraph of data and effect edges over node positions). Nothing is trace
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Collection
@@ -206,11 +207,13 @@ def module_path(node: Node) -> str:
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_PACKAGE = os.path.join(os.path.dirname(__file__), "")
 
 
 def source_line(node: Node) -> str:
     """`model.py:41`: the innermost frame that is not PyTorch's own; "" when unknown."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    frames = [f for f in frames if not f[0].startswith(_PACKAGE)]  # auto_fusion's own
     own = [f for f in frames if not re.search(r"[\\/](torch|einops)[\\/]", f[0])] or frames
     if not own:
         return ""

@@ -124,15 +124,16 @@ def _npu(region: NormRegion, structure: Structure, target: Target) -> tuple[Tile
     budget = int(target.budget * UB_SHARE)
     peak = live_tiles(region, structure)
     whole, passed = held_bytes(region, structure)
-    each = 8 * peak + 6 + 2 * any(line.op in BUSY_OPS for line in region.body)
+    busy = 2 * any(line.op in BUSY_OPS for line in region.body)
+    each = 8 * peak + 6 + busy
     lane = -(-region.lane // LANE_MULTIPLE) * LANE_MULTIPLE
     tiles = []
     fit = (budget - whole * lane) // (each * lane)
     if fit > 16:
         fit -= fit % 8
     if structure.wide or fit <= 1:
-        # One row needs less: its reductions have no tree of rows.
-        fit = 1 if lane <= MAX_WHOLE_LANE and (each - 4 + whole) * lane <= budget else 0
+        # A row alone needs less: its reductions have no tree of rows.
+        fit = 1 if lane <= MAX_WHOLE_LANE and (10 * peak + busy + whole) * lane <= budget else 0
     tiles += [Tile(min(fit, MAX_ROWS) >> i, region.lane) for i in range(fit.bit_length())]
     # Column passes: a few rows share the loads of the weights; columns stay wide enough for long
     # vector instructions.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from ..contract import ContractError, check_contract, check_norm
+from ..contract import ContractError, check_contract, check_kernel, check_norm
 from ..graph import Lens
 from ..options import strict
 from ..select import Candidate
@@ -127,6 +127,7 @@ def candidate(lens: Lens, found: Found) -> Candidate:
         grown = grow(lens, (norm,), reach)
         name = pattern_name(lens, (norm,), grown)
         site = assemble(lens, name, (norm,), grown.interior, grown.outputs, grown.regroup)
+        check_kernel(site)
         if found.pattern.users:  # ours are checked once, when they are written into the graph
             try:
                 check_contract(lens, site)

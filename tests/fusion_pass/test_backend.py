@@ -109,6 +109,42 @@ def test_auto_fusion_takes_modules_only(model):
         auto_fusion(model)
 
 
+class Inherited(nn.Sequential):
+    """A user's class with PyTorch's forward."""
+
+
+@pytest.mark.parametrize("make, shape, where", [
+    (lambda: nn.LayerNorm(8), (3, 8), [""]),
+    (lambda: nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.LayerNorm(8))), (3, 8), ["1.0"]),
+    (lambda: Inherited(nn.LayerNorm(8), nn.GELU()), (3, 8), ["0"]),
+    (lambda: nn.TransformerEncoderLayer(8, 2, batch_first=True), (2, 3, 8), ["norm1", "norm2"]),
+], ids=["norm", "sequential", "inherited", "encoder"])
+def test_modules_whose_forward_is_pytorchs_own(make, shape, where):
+    """nn.Module.compile captures nothing there."""
+    for _ in range(10):  # more than Dynamo compiles one code object
+        model = auto_fusion(make().eval(), report="off")
+        x = torch.randn(shape)
+        torch.testing.assert_close(model(x), model.forward(x))
+    reports = last_reports()
+    assert len(reports) == 10 and all(r.fused == len(where) for r in reports)
+    assert [s.where.split(",")[0] or "" for s in reports[-1].sites] == where or where == [""]
+    assert "backend.py" not in str(reports[-1].to_dict())
+    twin = copy.deepcopy(model)
+    assert type(twin) is type(model) and list(twin.state_dict()) == list(make().state_dict())
+    torch.testing.assert_close(twin(x), model(x))
+
+
+def test_hooks_registered_before_compiling_run():
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).eval(), torch.randn(3, 8)
+    seen = []
+    model[1].register_forward_hook(lambda m, args, out: out * 3)
+    model.register_forward_pre_hook(lambda m, args: (args[0] + 1,))
+    model.register_forward_hook(lambda m, args, out: seen.append(out))
+    eager = model(x)
+    torch.testing.assert_close(auto_fusion(model, report="off")(x), eager)
+    assert len(seen) == 2 and last_reports()[-1].fused == 1
+
+
 # Processes of their own.
 
 
@@ -394,6 +430,7 @@ def test_eight_threads_compile_and_run_different_models():
         for thread in threads:
             thread.join()
     assert not failures
+    assert len(last_reports()) >= 8
     assert all(r.error is None and r.fused == r.found for r in last_reports())
     assert len({r.graph_index for r in last_reports()}) == len(last_reports())
 

@@ -112,7 +112,6 @@ def test_soc_table():
 
 def test_target_of_a_device():
     import torch
-
     from ascend_ln_fuse.kernels.layout import Unsupported
 
     assert target_for(torch.device("cpu")).backend == "interpreter"

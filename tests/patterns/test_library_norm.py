@@ -233,11 +233,14 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("run", ["static", "dynamic", "kernel"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("row", ROWS)
-def test_model_rows(row, dtype, dynamic):
+def test_model_rows(monkeypatch, row, dtype, run):
+    """As plain torch with static and dynamic sizes, and through Triton's interpreter."""
+    monkeypatch.setenv("ASCEND_LN_FUSE_INTERPRET", "1" if run == "kernel" else "0")
     make, shape, fused = ROWS[row]
+    dynamic = run == "dynamic"
     exact = not row.startswith(("10", "13", "14"))  # these force fp32 inside
     check(make(dtype), torch.randn(shape).to(dtype), fused=fused, dynamic=dynamic, exact=exact)
 
@@ -270,3 +273,19 @@ def test_two_eps_in_one_graph_and_a_later_change():
         model.eps = eps
         for ours, eager in zip(compiled(x), model(x)):
             torch.testing.assert_close(ours, eager)
+
+
+def test_more_outer_dims_than_a_kernel_walks_are_declined():
+    def windows(x):
+        return x.view(2, 3, 4, 2, 4, 3, 4, 16)[:, ::2, ::2, ::2, ::2, ::2, ::2]
+
+    report = check(Norm(windows), torch.randn(2, 3 * 4 * 2 * 4 * 3 * 4 * 16), fused=0, declined=1)
+    assert "no kernel walks these tensors" in report.sites[0].reason
+
+
+def test_swin_windows_are_fused():
+    def windows(x):
+        x = x.view(2, 4, 2, 3, 2, 16).permute(0, 1, 3, 2, 4, 5)
+        return x.reshape(-1, 4, 16)
+
+    check(Norm(windows), torch.randn(2, 4 * 2 * 3 * 2 * 16), fused=1)

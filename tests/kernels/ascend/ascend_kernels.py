@@ -269,12 +269,12 @@ def relu_whole(x_ptr, o_ptr):
     x = tl.load(x_ptr + i)
     tl.store(o_ptr + i, tl.where(x > 0, x, 0.0))
 """,
-    "larger": """
-def larger(x_ptr, y_ptr, o_ptr):
+    "join": """
+def join(x_ptr, y_ptr, o_ptr, n):
     i = tl.program_id(0) * BS + tl.arange(0, BS)
     x = tl.load(x_ptr + i)
     y = tl.load(y_ptr + i)
-    tl.store(o_ptr + i, tl.where(x > y, x, y))
+    tl.store(o_ptr + i, tl.where(i < n, x, y))
 """,
     "integers": """
 def integers(x_ptr, o_ptr, n):

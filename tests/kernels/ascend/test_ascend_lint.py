@@ -31,7 +31,7 @@ def test_layer_norm_is_clean(dtype, multibuffer):
         ("layer_norm_by_columns", {"BS": 4, "BC": 1024}),
         ("rotate_pairs", {"BS": 8, "HALF": 64}),
         ("in_place", {"BS": 1024}),
-        ("larger", {"BS": 1024}),
+        ("join", {"BS": 1024}),
         ("relu_whole", {"BS": 1024}),
         ("in_place_whole", {"BS": 1024}),
     ],
