@@ -127,10 +127,10 @@ class Bench:
 
         return graph_time([lambda i=i, o=o: launch(i, o) for i, o in zip(self.inputs, self.outputs)])
 
-    def kernel(self, tile: Tile | None = None, programs: int = 0, **rules) -> float:
+    def kernel(self, tile: Tile | None = None, programs: int = 0) -> float:
         """Microseconds of the kernel with `tile` (the chosen one by default); `programs` > 0 makes it
-        persistent, with that many programs a multiprocessor; `rules` are fields of the target."""
-        tile, target = tile or self.tile, replace(self.target, **rules)
+        persistent, with that many programs a multiprocessor."""
+        tile, target = tile or self.tile, self.target
         if programs:
             target = replace(target, persistent=True, cores=target.cores * programs)
         kernel = jit(generate(self.region, self.walk.structure, tile, target))
@@ -179,9 +179,8 @@ def sweep() -> None:
             for warps in (1, 2, 4, 8, 16):
                 if 1024 <= rows * row_bytes // warps <= 4096:
                     tile = Tile(rows, bench.tile.cols, warps)
-                    plain, cg = bench.kernel(tile), bench.kernel(tile, stream_cache=".cg")
-                    figures.append(f"{warps} warps {plain:.1f}, .cg {cg:.1f}")
-            print(f"  {rows:4} rows: {'; '.join(figures)}", flush=True)
+                    figures.append(f"{warps} warps {bench.kernel(tile):.1f}")
+            print(f"  {rows:4} rows: {', '.join(figures)}", flush=True)
         print(f"  persistent, 8 programs a multiprocessor: {bench.kernel(programs=8):.1f}", flush=True)
 
 

@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     dtype = getattr(torch, args.dtype)
     torch.manual_seed(0)
-    shape = (args.rows, 3, args.heads, args.dim)
+    shape = (-1, 3, args.heads, args.dim)
     one = args.rows * args.heads * args.dim * dtype.itemsize
     cache = torch.cuda.get_device_properties(0).L2_cache_size
     sets = max(2, -(-4 * cache // one))
@@ -85,13 +85,14 @@ def main(argv: list[str] | None = None) -> int:
         return F.layer_norm(view(qkv).float(), (args.dim,), weight.float(), bias.float(), EPS).to(dtype)
 
     with torch.no_grad():
+        tuned = {"mode": "max-autotune-no-cudagraphs"}
         compiled = {
-            "torch.compile": _compile(plain),
-            "torch.compile, cast chain": _compile(cast_chain),
-            "max-autotune": _compile(plain, mode="max-autotune-no-cudagraphs"),
-            "max-autotune, cast chain": _compile(cast_chain, mode="max-autotune-no-cudagraphs"),
-            "ours": _ours(plain),
-            "ours, cast chain": _ours(cast_chain),
+            "torch.compile": _compile(plain, args.dynamic),
+            "torch.compile, cast chain": _compile(cast_chain, args.dynamic),
+            "max-autotune": _compile(plain, args.dynamic, **tuned),
+            "max-autotune, cast chain": _compile(cast_chain, args.dynamic, **tuned),
+            "ours": _ours(plain, args.dynamic),
+            "ours, cast chain": _ours(cast_chain, args.dynamic),
         }
         errors = _errors({"eager": plain, "eager, cast chain": cast_chain, **compiled}, packed[0],
                          view, weight, bias)
@@ -108,7 +109,8 @@ def main(argv: list[str] | None = None) -> int:
 
     result = {
         "what": f"LayerNorm over {args.dim} of a [{args.rows}, {args.heads}, {args.dim}] view of "
-                f"[{args.rows}, {3 * args.heads}, {args.dim}], {args.dtype}",
+                f"[{args.rows}, {3 * args.heads}, {args.dim}], {args.dtype}"
+                + (", dynamic shapes" if args.dynamic else ""),
         "bytes_moved_once": 2 * one, "buffer_sets": sets,
         "machine": _machine(), "date": datetime.datetime.now(datetime.timezone.utc).isoformat()[:19],
         "device": [row.summary() for row in rows], "host": host, "max_error_vs_float64": errors,
@@ -136,23 +138,24 @@ def _arguments(argv) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--rounds", type=int, default=40, help="samples are 5 times as many")
     parser.add_argument("--calls", type=int, default=100, help="calls in a host-time sample")
+    parser.add_argument("--dynamic", action="store_true", help="compile for any number of rows")
     parser.add_argument("--json", metavar="FILE")
     return parser.parse_args(argv)
 
 
-def _compile(function: Callable, **how) -> Callable:
+def _compile(function: Callable, dynamic: bool = False, **how) -> Callable:
     """`torch.compile` of a copy of `function`: contenders that share a code object would share Dynamo's
     cache, and each call would look through the entries of all."""
     code = function.__code__.replace()
     copied = types.FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
-    return torch.compile(copied, **how)
+    return torch.compile(copied, dynamic=dynamic or None, **how)
 
 
-def _ours(function: Callable) -> Callable:
-    return _compile(function, backend="ascend_ln_fuse", options={"report": "off"})
+def _ours(function: Callable, dynamic: bool) -> Callable:
+    return _compile(function, dynamic, backend="ascend_ln_fuse", options={"report": "off"})
 
 
-def _graph_of(function: Callable, *args) -> Callable:
+def _graph_of(function: Callable, dynamic: bool, *args) -> Callable:
     """The call that `function`, compiled with our backend, makes of its graph for `args`: what is left
     when Dynamo's guards are taken away."""
     from ascend_ln_fuse.backend import ascend_ln_fuse
@@ -168,7 +171,7 @@ def _graph_of(function: Callable, *args) -> Callable:
 
         return keep
 
-    _compile(function, backend=backend)(*args)
+    _compile(function, dynamic, backend=backend)(*args)
     (graph, values), = seen
     return lambda: graph(*values)
 
@@ -229,11 +232,11 @@ def _capture(row: Row, packed: list, outs: list):
 
 def _host_times(plain, view, qkv, weight, bias, args) -> list[dict]:
     q = view(qkv)
-    ours, through = _ours(plain), _compile(plain, backend="eager")
+    ours, through = _ours(plain, args.dynamic), _compile(plain, args.dynamic, backend="eager")
     contenders = {
         "F.layer_norm(q), eager": lambda: F.layer_norm(q, (args.dim,), weight, bias, EPS),
         "view, unbind, F.layer_norm, eager": lambda: plain(qkv),
-        "the fused graph": _graph_of(plain, qkv),
+        "the fused graph": _graph_of(plain, args.dynamic, qkv),
         'torch.compile(backend="eager")': lambda: through(qkv),
         'torch.compile(backend="ascend_ln_fuse")': lambda: ours(qkv),
     }

@@ -36,12 +36,13 @@ KINDS: dict[str, str] = {
     **dict.fromkeys(("layer_norm", "native_layer_norm"), "layer_norm"),
     **dict.fromkeys(("rms_norm", "_fused_rms_norm"), "rms_norm"),
     **dict.fromkeys(("getitem",), "getitem"),
+    **dict.fromkeys(("cat", "concat", "concatenate"), "cat"),
 }
 _SAME = (
     "mean", "var", "std", "var_mean", "sum", "square", "sqrt", "rsqrt", "reciprocal", "exp", "tanh",
     "relu", "gelu", "maximum", "minimum", "view", "reshape", "unflatten", "flatten", "permute",
     "transpose", "movedim", "select", "narrow", "unbind", "chunk", "split", "tensor_split", "expand",
-    "unsqueeze", "squeeze", "slice", "item", "addcmul", "linear", "cat", "_unsafe_view", "t",
+    "unsqueeze", "squeeze", "slice", "item", "addcmul", "linear", "stack", "_unsafe_view", "t",
     "swapaxes", "swapdims", "moveaxis", "expand_as", "view_as", "reshape_as", "broadcast_to",
     "split_with_sizes", "mT", "rearrange",
 )

@@ -18,7 +18,7 @@ from .graph import Lens, hint, same, same_shape
 from .kernels.pointwise import POINTWISE
 from .kernels.reference import DTYPE_WORDS
 from .kernels.region import Line, NormRegion, Operand, Output, dense_strides
-from .kinds import REGROUPING_VIEWS
+from .kinds import REGROUPING_VIEWS, STRIDE_FREE_VIEWS
 
 
 class Decline(Exception):
@@ -97,6 +97,17 @@ class Norm:
         return lane
 
 
+@dataclass(frozen=True)
+class Composite:
+    """Nodes that together are one lane op (kernels/region.py) of `source`; `out` is the last of them,
+    and nobody else reads the others."""
+
+    op: str
+    source: Node
+    out: Node
+    nodes: frozenset[Node]
+
+
 @dataclass
 class Site:
     """What `rewrite` needs: `region(inputs, scalars)`, then `finish` on each result, gives `outputs`."""
@@ -113,6 +124,8 @@ class Site:
     fakes: tuple[torch.Tensor, ...] = field(default=(), repr=False)
     #: the sites that this one joins in one launch; the report speaks of each
     parts: tuple[Site, ...] = field(default=(), repr=False)
+    #: what of `interior` is one lane op
+    composites: tuple[Composite, ...] = field(default=(), repr=False)
 
     @property
     def anchor(self) -> Node:
@@ -150,8 +163,9 @@ class Assembler:
     """Writes the region of a set of nodes (see `assemble`)."""
 
     def __init__(self, lens: Lens, norms: Sequence[Norm], interior: frozenset[Node],
-                 result: Node, regroup: Node | None):
+                 result: Node, regroup: Node | None, composites: Sequence[Composite]):
         self.lens, self.interior, self.regroup = lens, interior, regroup
+        self.composites = {composite.out: composite for composite in composites}
         self.norms = {norm.out: norm for norm in norms}
         first = norms[0]
         self.normal_shape = first.shape
@@ -187,6 +201,9 @@ class Assembler:
         if node not in self.interior:
             return self._operand(node, steps)
         lens = self.lens
+        if node in self.composites:
+            value = self.emit(self.composites[node].source, steps)
+            return self.line(self.dtypes[value], self.composites[node].op, (value,))
         if node is self.regroup:
             return self.emit(node.args[0], steps)
         word = lens.kind(node)
@@ -281,13 +298,27 @@ class Assembler:
         if dims and dims[-1] != 1 and not (same(lane_stride, 1) or same(lane_stride, 0)):
             raise Decline("the normalised dim is not the innermost in memory (its stride is "
                           f"{lane_stride})", node)
-        name = f"x{len(self.inputs)}"
+        key = self._place(node, steps)
+        if key in self.memo:
+            return self.memo[key]
+        name = self.memo[key] = f"x{len(self.inputs)}"
         dtype = self._word(fake.dtype, node)
         self.inputs.append((node, steps))
         self.fakes.append(fake)
         self.operands.append(Operand(name, dtype, dims))
         self.dtypes[name] = dtype
         return name
+
+    def _place(self, node: Node, steps) -> tuple:
+        """What an operand reads, in words that are the same for equal views of one tensor (cos[None] of
+        q's embedding, and of k's)."""
+        lens = self.lens
+        while lens.is_view(node) and not lens.is_mutated(node) and \
+                (lens.is_identity(node) or lens.kind(node) in STRIDE_FREE_VIEWS):
+            if not lens.is_identity(node):
+                steps = (Step.of(node), *steps)
+            node = node.args[0]
+        return (node, *((s.op, s.target, repr(s.args), repr(s.kwargs)) for s in steps))
 
     def _flatten(self, node: Node, fake: torch.Tensor, steps):
         k = self.flat
@@ -345,16 +376,17 @@ def layout_order(node: Node, fake: torch.Tensor) -> tuple[int, ...]:
 
 
 def assemble(lens: Lens, pattern: str, norms: Sequence[Norm], interior: frozenset[Node],
-             outputs: Sequence[Node], regroup: Node | None = None) -> Site:
+             outputs: Sequence[Node], regroup: Node | None = None,
+             composites: Sequence[Composite] = ()) -> Site:
     """The site that replaces `interior` and yields `outputs` (nodes of it).
 
     `regroup` is a reshape inside, above the norm: the region works on the shape before it, and the
-    reshape is done on the (contiguous) results instead.
+    reshape is done on the (contiguous) results instead. `composites` are the lane ops inside.
 
     Raises:
         Decline: where the nodes have no exact region, with the node that is in the way.
     """
-    builder = Assembler(lens, norms, interior, outputs[0], regroup)
+    builder = Assembler(lens, norms, interior, outputs[0], regroup, composites)
     written = []
     finish: tuple[Step, ...] = ()
     if regroup is not None:
@@ -381,4 +413,5 @@ def assemble(lens: Lens, pattern: str, norms: Sequence[Norm], interior: frozense
     region = NormRegion(norms[0].lane, len(builder.space), tuple(builder.operands),
                         tuple(builder.scalar_names), tuple(builder.lines), tuple(written))
     return Site(pattern, tuple(norms), interior, region, tuple(builder.inputs),
-                tuple(builder.scalars), tuple(outputs), finish, tuple(builder.fakes))
+                tuple(builder.scalars), tuple(outputs), finish, tuple(builder.fakes),
+                composites=tuple(composites))

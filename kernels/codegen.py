@@ -21,7 +21,7 @@ from functools import lru_cache
 
 from .layout import Structure, Unsupported
 from .pointwise import POINTWISE
-from .region import NORMS, Line, NormRegion
+from .region import LANE_OPS, NORMS, Line, NormRegion
 from .source import KernelSource, Tile
 from .targets import Target
 from .values import Value, analyse, ancestors, rounds, variable
@@ -35,11 +35,17 @@ def generate(region: NormRegion, structure: Structure, tile: Tile, target: Targe
     """The kernel of `region` for tensors laid out as `structure` says.
 
     Raises:
-        Unsupported: the target lacks a dtype, or a norm is taken of a value without a lane.
+        Unsupported: the target lacks a dtype, a norm is taken of a value without a lane, or the lane
+            is permuted where it cannot be.
     """
     words = set(region.dtype_of.values())
     if lacking := sorted(words - set(target.dtypes)):
         raise Unsupported(f"{target.name} does not compute in {', '.join(lacking)}")
+    if permuted := sorted({line.op for line in region.body} & set(LANE_OPS)):
+        if not target.permutes:
+            raise Unsupported(f"{', '.join(permuted)}: {target.name} permutes a lane element by element")
+        if tile.cols < region.lane:
+            raise Unsupported(f"{', '.join(permuted)} of {region.lane} columns, which no tile holds")
     if structure.wide and tile.rows > 1:
         raise ValueError("offsets of a tile need 64 bits: one row a tile")
     return _Generator(region, structure, tile, target).kernel()
@@ -66,6 +72,9 @@ class _Generator:
         self.narrow: set[str] = set()
         self.by_name = {line.name: line for line in region.body}
         self.traits = analyse(region, structure, tile.rows)
+        #: Padded columns stand behind each half of the lane instead of behind all of it, so that
+        #: rotate_half swaps halves of the tile.
+        self.by_halves = self.padded and any(line.op == "rotate_half" for line in region.body)
 
     # -- the whole kernel ----------------------------------------------------------------------
 
@@ -134,6 +143,12 @@ class _Generator:
             self.put(f"for C0 in range(0, {self.lane}, {self.cols}):")
             self.indent += 1
             first = "C0 + "
+        if self.by_halves:
+            half, room = self.lane // 2, self.cols // 2
+            self.put(f"PLACE = tl.arange(0, {self.cols})[None, :]")
+            self.put(f"COL = PLACE // {room} * {half} + PLACE % {room}")
+            self.put(f"COL_IN = PLACE % {room} < {half}")
+            return
         self.put(f"COL = {first}tl.arange(0, {self.cols})[None, :]")
         if self.padded:
             self.put(f"COL_IN = COL < {self.lane}")
@@ -185,12 +200,8 @@ class _Generator:
         return "program" if value.program else "tile"
 
     def _section(self, names) -> None:
-        """Loads and lines for `names` that are not in scope yet: loads first.
-
-        Except where a GPU takes one long row a program: weights that wait in registers through the
-        reductions would cost occupancy there (25% of the time at D 8192 on an H200), so what does
-        not stream through is loaded where it is needed."""
-        late = self.rows == 1 and not self.target.persistent
+        """Loads and lines for `names` that are not in scope yet: loads first, unless `_late`."""
+        late = self._late()
         inputs = {x.name for x in self.region.inputs}
         for name in names:
             if name in inputs and (self._streams(name) or not late):
@@ -198,6 +209,12 @@ class _Generator:
         for name in names:
             if name not in inputs:
                 self._value(name)
+
+    def _late(self) -> bool:
+        """Whether what does not stream through is loaded where it is needed. For a GPU that takes one
+        long row a program: weights that wait in registers through the reductions cost occupancy (a
+        quarter of the time at D 8192 on an H200; with more rows a program it is the other way)."""
+        return self.rows == 1 and not self.target.persistent
 
     def _streams(self, name: str) -> bool:
         """An operand with elements of its own for every row."""
@@ -234,8 +251,6 @@ class _Generator:
         value, operand = self.traits[name], self.loaded[name]
         mask = self._mask(value.rows, value.lane)
         rest = f", mask={' & '.join(mask)}, other=0.0" if mask else ""
-        if self.target.stream_cache and self._streams(name):
-            rest += f', cache_modifier="{self.target.stream_cache}"'
         text = f"tl.load({self._address(name, operand, value.rows)}{rest})"
         if self.region.dtype_of[name] != self.compute:
             text += f".to({self.tl_compute})"
@@ -268,11 +283,32 @@ class _Generator:
         value = self.traits[line.name]
         if line.op in NORMS:
             text = self._norm(line)
+        elif line.op in LANE_OPS:
+            text = self._permuted(line)
         else:
             words = [self._word(arg) for arg in line.args]
             self.put(f"# {line}")
             text = words[0] if line.op == "cast" else POINTWISE[line.op].triton.format(*words)
         self.put(f"{value.var} = {self._rounded(text, line)}")
+
+    def _permuted(self, line: Line) -> str:
+        """A lane op: the two halves (or the two of every pair) of the tile change places."""
+        name, x = line.name, self._value(line.args[0])
+        rows, room = self.rows if x.rows else 1, self.cols // 2
+        self.put(f"# {line}")
+        text = x.var if x.lane else f"tl.broadcast_to({x.var}, ({rows}, {self.cols}))"
+        if line.op == "rotate_half":
+            text = f"tl.permute(tl.reshape({text}, ({rows}, 2, {room})), (0, 2, 1))"
+        else:
+            if self.by_halves and self.lane % 4:
+                raise Unsupported(f"pairs and halves of {self.lane} columns in one kernel")
+            text = f"tl.reshape({text}, ({rows}, {room}, 2))"
+        self.put(f"FIRST_{name}, SECOND_{name} = tl.split({text})")
+        # Times -1: Triton's -x is 0 - x, which loses the sign of a zero.
+        text = f"tl.join(SECOND_{name} * -1.0, FIRST_{name})"
+        if line.op == "rotate_half":
+            text = f"tl.permute({text}, (0, 2, 1))"
+        return f"tl.reshape({text}, ({rows}, {self.cols}))"
 
     def _rounded(self, text: str, line: Line) -> str:
         """`text`, rounded to the line's dtype and widened again, where that is not the identity."""
@@ -300,7 +336,10 @@ class _Generator:
 
     def _mean(self, total: str) -> str:
         """A true division, once a row: D times one value gives that value back, and a row of equal
-        values is centred to 0. Times 1/D it would be left with a rest that rsqrt(eps) blows up."""
+        values is centred to 0. Times a rounded 1/D it would keep a rest that rsqrt(eps) blows up.
+        (1/D is exact for a power of two, and a division costs 7% at D 128 on an H200.)"""
+        if self.lane & (self.lane - 1) == 0:
+            return f"{total} * {self._share}"
         if self.target.precise and self.compute == "f32":
             return f"tl.div_rn({total}, {float(self.lane)!r})"
         return f"{total} / {float(self.lane)!r}"

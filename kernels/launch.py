@@ -54,6 +54,8 @@ class Runner:
         self.reasons: dict[str, int] = {}
         self._target = target
         self._plans: dict[tuple, Callable] = {}
+        if "torch._dynamo" in sys.modules:
+            _skip_frames()
 
     def __call__(self, inputs: Sequence[torch.Tensor],
                  scalars: Sequence[float] = ()) -> tuple[torch.Tensor, ...]:
@@ -100,7 +102,8 @@ class Runner:
 
     def _first(self, key: tuple, inputs, pointers, scalars, outputs=None):
         """The first call with a key: makes the plan, runs it and keeps it."""
-        _tell_dynamo()
+        if "torch._dynamo" in sys.modules:
+            _skip_frames()
         plan = self._make(inputs, outputs)
         try:
             results = plan(inputs, pointers, scalars, outputs)
@@ -156,13 +159,24 @@ class Runner:
         return results
 
 
-def _tell_dynamo() -> None:
-    """Dynamo skips our frames where it meets them as a frame of their own."""
-    if "torch._dynamo" in sys.modules:
-        from torch._dynamo.eval_frame import skip_code
+@lru_cache(maxsize=1)
+def _skip_frames() -> None:
+    """Has Dynamo skip the frames of launching and of the reference, where it meets them as frames of
+    their own (after a graph break before a Runner)."""
+    from torch._dynamo.eval_frame import skip_code
 
-        for code in (Runner.__call__.__code__, Runner.into.__code__):
-            skip_code(code)
+    from . import reference as reference_module
+
+    found = []
+    for module in (sys.modules[__name__], reference_module):
+        owners = [vars(module), *(vars(x) for x in vars(module).values() if isinstance(x, type))]
+        for owner in owners:
+            found += [f.__code__ for f in owner.values()
+                      if getattr(f, "__module__", None) == module.__name__ and hasattr(f, "__code__")]
+    while found:
+        code = found.pop()
+        skip_code(code)
+        found += [c for c in code.co_consts if hasattr(c, "co_code")]
 
 
 # -- plans -------------------------------------------------------------------------------------------

@@ -13,11 +13,23 @@ import torch
 from torch.nn import functional as F
 
 from .pointwise import torch_function
-from .region import NormRegion, broadcast_sizes, dense_strides
+from .region import LANE_OPS, NormRegion, broadcast_sizes, dense_strides
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16,
                 "f32": torch.float32, "f64": torch.float64}
 DTYPE_WORDS = {dtype: word for word, dtype in TORCH_DTYPES.items()}
+
+
+def _rotate_half(v: torch.Tensor) -> torch.Tensor:
+    half = v.shape[-1] // 2
+    return torch.cat((-v[..., half:], v[..., :half]), -1)
+
+
+def _rotate_pairs(v: torch.Tensor) -> torch.Tensor:
+    return torch.stack((-v[..., 1::2], v[..., ::2]), -1).flatten(-2)
+
+
+_LANE_FUNCTIONS = {"rotate_half": _rotate_half, "rotate_pairs": _rotate_pairs}
 
 
 def reference(region: NormRegion, inputs: Sequence[torch.Tensor],
@@ -75,6 +87,9 @@ def _step(region: NormRegion, line):
     if line.op == "rms_norm":
         x, w, eps = args
         return lambda env: F.rms_norm(env[x], lane, get(env, w), get(env, eps))
+    if line.op in LANE_OPS:
+        rotate = _LANE_FUNCTIONS[line.op]
+        return lambda env: rotate(env[args[0]])
     fn, tensors_only = torch_function(line.op), line.op in ("maximum", "minimum")
 
     def pointwise(env):

@@ -23,7 +23,8 @@ Meaning of a line: operands are widened to the compute type (fp32; fp64 where an
 op is applied, the result is rounded to the line's dtype. This is PyTorch's rule for its own kernels
 (`at::opmath_type`), so where a model rounds, the region rounds. `layer_norm(x, weight, bias, eps)` and
 `rms_norm(x, weight, eps)` are torch.nn.functional's functions over the lane (`none` for a missing
-operand): statistics and affine in the compute type, one rounding at the end.
+operand): statistics and affine in the compute type, one rounding at the end. `LANE_OPS` move the
+elements of a value along the lane and keep its dtype.
 """
 
 from __future__ import annotations
@@ -41,6 +42,12 @@ DTYPES: dict[str, int] = {"bf16": 2, "f16": 2, "f32": 4, "f64": 8}
 
 #: norm op -> number of arguments. The first is the value; eps is the last.
 NORMS: dict[str, int] = {"layer_norm": 4, "rms_norm": 3}
+
+#: op that permutes the lane (D even) -> what it yields, lane by lane, for a value v of D elements.
+LANE_OPS: dict[str, str] = {
+    "rotate_half": "cat(-v[D/2:], v[:D/2])",
+    "rotate_pairs": "-v[1], v[0], -v[3], v[2], ...",
+}
 
 #: An argument of a line: a value's name, a scalar's name, a literal, or None for a missing operand.
 Arg = "str | float | None"
@@ -162,6 +169,7 @@ def _check(region: NormRegion) -> None:
     if region.rank < 1 or region.lane < 0:
         fail("space", f"rank {region.rank} and lane {region.lane} describe no space")
     seen: dict[str, str | None] = {}
+    with_lane: set[str] = set()  # values with an element per lane element
 
     def define(what: object, name: str, dtype: str | None) -> None:
         if not _NAME.match(name) or name == "none":
@@ -180,10 +188,12 @@ def _check(region: NormRegion) -> None:
             fail(operand, f"last dim must be the lane {region.lane} or 1")
         if any(d not in ("*", 1) for d in operand.dims[:-1]):
             fail(operand, "outer dims are '*' or 1")
+        if operand.dims and operand.dims[-1] == region.lane:
+            with_lane.add(operand.name)
     for name in region.scalars:
         define(f"scalar {name}", name, None)
     for line in region.body:
-        arity = NORMS.get(line.op) or (1 if line.op == "cast" else None)
+        arity = NORMS.get(line.op) or (1 if line.op == "cast" or line.op in LANE_OPS else None)
         if arity is None:
             if line.op not in POINTWISE:
                 fail(line, f"unknown op {line.op!r}")
@@ -199,6 +209,10 @@ def _check(region: NormRegion) -> None:
             fail(line, f"{line.op} keeps the dtype of its value, {seen[line.args[0]]}")
         if line.op not in NORMS and None in line.args:
             fail(line, "only a norm may miss an operand")
+        if line.op in LANE_OPS:
+            _check_lane_op(region, line, seen, with_lane, fail)
+        if line.op in NORMS or any(arg in with_lane for arg in line.args):
+            with_lane.add(line.name)
         define(line, line.name, line.dtype)
     if not region.outputs:
         fail("region", "writes nothing")
@@ -207,6 +221,16 @@ def _check(region: NormRegion) -> None:
             fail(out, f"no value {out.value} of dtype {out.dtype}")
         if sorted(out.order) != list(range(region.rank)):
             fail(out, f"order is no permutation of {region.rank} dims")
+
+
+def _check_lane_op(region: NormRegion, line: Line, seen, with_lane, fail) -> None:
+    arg = line.args[0]
+    if region.lane % 2:
+        fail(line, f"{line.op} needs an even lane, not {region.lane}")
+    if arg not in with_lane:
+        fail(line, f"{line.op} needs a value with a lane, which {arg} has not")
+    if seen[arg] != line.dtype:
+        fail(line, f"{line.op} keeps the dtype of its value, {seen[arg]}")
 
 
 _IN = re.compile(r"in (\w+): (\w+)\[(.*)\]\Z")

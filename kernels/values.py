@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .layout import Structure, Unsupported
-from .region import NORMS, Line, NormRegion
+from .region import LANE_OPS, NORMS, Line, NormRegion
 
 #: Ops whose result is representable wherever all their operands are.
-_EXACT_OPS = {"neg", "abs", "relu", "maximum", "minimum", "cast"}
+_EXACT_OPS = {"neg", "abs", "relu", "maximum", "minimum", "cast", *LANE_OPS}
 
 #: Ops that give 0 where all their operands are 0.
 _ZERO_OPS = {"cast", "neg", "abs", "relu", "add", "sub"}
@@ -87,7 +87,8 @@ def analyse(region: NormRegion, structure: Structure, rows: int) -> dict[str, Va
         kept = {a.exact for a in args}
         exact = kept.pop() if len(kept) == 1 and not rounds(line, values) else line.dtype
         values[line.name] = Value(
-            variable(line.name), any(a.rows for a in args), any(a.lane for a in args),
+            variable(line.name), any(a.rows for a in args),
+            line.op in LANE_OPS or any(a.lane for a in args),
             all(a.program for a in args), exact,
             zero=line.op in _ZERO_OPS and all(a.zero for a in args)
             and not any(isinstance(a, float) for a in line.args))

@@ -126,7 +126,8 @@ def candidate(lens: Lens, found: Found) -> Candidate:
             raise Decline("inside a functorch transform", norm.out)
         grown = grow(lens, (norm,), reach)
         name = pattern_name(lens, (norm,), grown)
-        site = assemble(lens, name, (norm,), grown.interior, grown.outputs, grown.regroup)
+        site = assemble(lens, name, (norm,), grown.interior, grown.outputs, grown.regroup,
+                        grown.composites)
         check_kernel(site)
         if found.pattern.users:  # ours are checked once, when they are written into the graph
             try:

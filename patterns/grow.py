@@ -15,7 +15,8 @@ from ..effects import value_of
 from ..graph import Lens, same, same_shape
 from ..kernels.reference import DTYPE_WORDS
 from ..kinds import REGROUPING_VIEWS, STRIDE_FREE_VIEWS
-from ..site import Norm, pointwise_args, pointwise_word
+from ..site import Composite, Decline, Norm, pointwise_args, pointwise_word
+from .rotary import ELEMENTWISE, rotations
 
 #: full-size operands that one kernel may read: more would not fit on chip together
 MAX_OPERANDS = 8
@@ -33,6 +34,7 @@ class Reach:
         store_up: values above that have other readers are stored by the kernel as well.
         pointwise_down: through modulate, activations below the norm.
         copies: through casts, copies and reshapes above.
+        rotary: through a rotary embedding below.
     """
 
     name: str
@@ -40,15 +42,19 @@ class Reach:
     store_up: bool
     pointwise_down: bool
     copies: bool
+    rotary: bool
 
 
 #: From the largest to the bare norm; selection takes the first that works.
 REACHES = (
-    Reach("full", True, True, True, True),
-    Reach("no second output", True, False, True, True),
-    Reach("no pointwise above", False, False, True, True),
-    Reach("casts alone", False, False, False, True),
-    Reach("bare", False, False, False, False),
+    Reach("full", True, True, True, True, True),
+    Reach("no second output", True, False, True, True, True),
+    Reach("no pointwise above", False, False, True, True, True),
+    Reach("no rotary", True, True, True, True, False),
+    Reach("no rotary or second output", True, False, True, True, False),
+    Reach("no rotary or pointwise above", False, False, True, True, False),
+    Reach("casts alone", False, False, False, True, False),
+    Reach("bare", False, False, False, False, False),
 )
 
 
@@ -59,6 +65,7 @@ class Grown:
     interior: frozenset[Node]
     outputs: tuple[Node, ...]
     regroup: Node | None
+    composites: tuple[Composite, ...] = ()
 
 
 class Grower:
@@ -68,6 +75,12 @@ class Grower:
         self.lens, self.norms, self.reach = lens, norms, reach
         self.interior: set[Node] = set().union(*(norm.interior for norm in norms))
         self.stored: list[Node] = []
+        self.composites: list[Composite] = []
+        #: what is inside below the norm, and which of it `_down` has been at
+        self.below: set[Node] = {norm.out for norm in norms}
+        self.followed: set[Node] = set()
+        #: `y.type_as(x)` -> x: no reader of x where it is inside too
+        self.templates: dict[Node, Node] = {}
         self.regroup: Node | None = None
         first = norms[0]
         self.segment = lens.segment[first.out]
@@ -84,7 +97,11 @@ class Grower:
                     self._up(vector)
         outputs = list(dict.fromkeys(norm.out for norm in self.norms))
         outputs = [leaf for out in outputs for leaf in self._down(out)]
-        return Grown(frozenset(self.interior), (*outputs, *self.stored), self.regroup)
+        for cast, value in self.templates.items():
+            if cast not in self.interior and value in self.interior and value not in outputs:
+                raise Decline("a value inside gives its dtype to a cast outside", cast)
+        return Grown(frozenset(self.interior), (*outputs, *self.stored), self.regroup,
+                     tuple(self.composites))
 
     # Upwards
 
@@ -174,7 +191,8 @@ class Grower:
         if word in COPIES:
             if not self._plain_copy(node, word):
                 return False
-        elif not self.reach.pointwise_up or not self._pointwise(node, same_only=bool(chain)):
+        elif not (self.reach.pointwise_up or self._below(node)) or \
+                not self._pointwise(node, same_only=bool(chain)):
             return False
         readers = [user for user in node.users
                    if user not in self.interior and user not in chain]
@@ -186,6 +204,10 @@ class Grower:
             word not in COPIES and len(self.stored) < 2 and \
             same_shape(fake.shape, self.space) and \
             not any(lens.leads_into(reader, self.interior) for reader in readers)
+
+    def _below(self, node: Node) -> bool:
+        """Whether `node` reads what stands below the norm: the other side of a diamond."""
+        return any(arg in self.below for arg in node.all_input_nodes)
 
     def _plain_copy(self, node: Node, word: str) -> bool:
         """A cast or copy of one float tensor that keeps the shape, and whose source has the lane
@@ -251,19 +273,52 @@ class Grower:
 
     def _down(self, node: Node) -> list[Node]:
         """Absorb the readers of `node` where all of them can be; the nodes to write in its place."""
-        readers = list(node.users)
+        if node in self.followed:  # reached twice, as x is in x * sigmoid(x)
+            return []
+        self.followed.add(node)
+        readers, twins = self._readers(node)
         if len(readers) == 1 and self._passes_view(readers[0], node):
-            return self._down_through(readers[0], node)
-        if not readers or not all(self._absorbs_reader(reader, node) for reader in readers):
+            return self._down_through(readers[0], node, twins)
+        composites = self._rotations(node, twins)
+        hidden = set().union(*(composite.nodes for composite in composites))
+        readers = [reader for reader in readers if reader not in hidden]
+        if not (readers or composites) or \
+                not all(self._absorbs_reader(reader, node, twins) for reader in readers):
             return [node]
-        if len(readers) + len(self.stored) > 3:
+        if len(readers) + len(composites) + len(self.stored) > 3:
             return [node]
-        self.interior.update(readers)
+        self.interior.update(readers, hidden, twins)
+        self.below.update(readers, hidden, twins)
+        self.composites += composites
         for reader in readers:
             for arg in self._tensor_args(reader):
                 if arg not in self.interior:
                     self._up(arg)
-        return [leaf for reader in readers for leaf in self._down(reader)]
+        rotated = [composite.out for composite in composites]
+        return [leaf for reader in (*rotated, *readers) for leaf in self._down(reader)]
+
+    def _readers(self, node: Node) -> tuple[list[Node], list[Node]]:
+        """The readers of `node`, and the identities (`x.float()` of fp32) through which some read it."""
+        readers: list[Node] = []
+        equal = [node]
+        for one in equal:  # which grows on the way
+            for user in one.users:
+                if user.args[:1] == (one,) and self.lens.is_identity(user) and self._mine(user):
+                    equal.append(user)
+                elif self.reach.rotary and self.lens.kind(user) == "to" and user.args[:1] != (one,):
+                    self.templates[user] = one
+                elif user not in readers:
+                    readers.append(user)
+        return readers, equal[1:]
+
+    def _rotations(self, node: Node, twins: list[Node]) -> list[Composite]:
+        """The rotations of `node` that a kernel can take along."""
+        if not self.reach.rotary or self.device.type in ELEMENTWISE or self.flat or self.axis != -1 or \
+                self.regroup is not None:
+            return []
+        return [composite for composite in rotations(self.lens, node, twins)
+                if all(self._mine(part) and part not in self.lens.transformed
+                       for part in composite.nodes)]
 
     def _passes_view(self, view: Node, node: Node) -> bool:
         """Whether what follows `view` may be computed on the view: it leaves the lane alone, and
@@ -277,11 +332,12 @@ class Grower:
             fake.dim() > 0 and same(fake.shape[-1], source.shape[-1]) and \
             same(fake.stride(-1), source.stride(-1)) and not same(source.shape[-1], 1)
 
-    def _down_through(self, view: Node, node: Node) -> list[Node]:
+    def _down_through(self, view: Node, node: Node, twins: list[Node]) -> list[Node]:
         """Go on below a view (q.transpose(1, 2) before a rotary embedding, or before a copy); alone it
         is not worth taking, since it costs nothing where it is."""
         before = set(self.interior), self.space
-        self.interior.add(view)
+        self.interior.update([view], twins)
+        self.below.update([view], twins)
         self.space = self.lens.tensor(view).shape
         leaves = self._down(view)
         if leaves == [view]:
@@ -289,7 +345,7 @@ class Grower:
             return [node]
         return leaves
 
-    def _absorbs_reader(self, reader: Node, node: Node) -> bool:
+    def _absorbs_reader(self, reader: Node, node: Node, twins: list[Node]) -> bool:
         lens = self.lens
         fake = lens.tensor(reader)
         if fake is None or lens.is_view(reader) or not self._mine(reader) or \
@@ -299,16 +355,17 @@ class Grower:
             return False
         if lens.kind(reader) in ("to", "copy"):
             source = lens.tensor(node)
-            return reader.args[0] is node and source.device == fake.device
+            return reader.args[0] in (node, *twins) and source.device == fake.device
         if not self.reach.pointwise_down or not self._pointwise(reader, same_only=False):
             return False
         # No operand may be made from what the site yields.
-        others = [arg for arg in self._tensor_args(reader) if arg not in self.interior]
+        others = [arg for arg in self._tensor_args(reader)
+                  if arg not in self.interior and arg not in twins]
         if others and any(lens.leads_into(other, others) for other in (node, *self.stored)):
             return False
         # In a regrouped space operands are laid out otherwise than the result: lanes only.
         return self.regroup is None or all(
-            arg is node or not isinstance(arg, Node) or lens.tensor(arg) is None
+            arg is node or arg in twins or not isinstance(arg, Node) or lens.tensor(arg) is None
             or lens.tensor(arg).dim() <= 1 for arg in pointwise_args(lens, reader))
 
 

@@ -19,6 +19,7 @@ from torch.fx import Node
 
 from ..effects import value_of
 from ..graph import Lens, hint, same, same_shape
+from ..kinds import base_name
 from ..site import Decline, Norm
 
 
@@ -124,6 +125,8 @@ class _Matcher:
     def _rstd(self, node: Node) -> Node:
         """The variance of which `node` is the inverse root."""
         node = self._kept(node)
+        if base_name(node) == "rsqrt_":
+            self._decline_in_place(node)
         word, args = self.lens.kind(node), node.args
         if word == "rsqrt":
             return self._step(node, args[0])
@@ -163,11 +166,20 @@ class _Matcher:
     def _with_eps(self, node: Node) -> tuple[_Stat, float | Node]:
         """The statistic and the eps of `stat + eps`."""
         node = self._kept(node)
+        if base_name(node) in ("add_", "iadd"):
+            self._decline_in_place(node)
         if self.lens.kind(node) == "add" and len(node.args) == 2 and not node.kwargs:
             for a, b in (node.args, node.args[::-1]):
                 if isinstance(a, Node) and self._is_scalar(b):
                     return self._statistic(self._step(node, a)), b
         return self._statistic(node), 0.0
+
+    def _decline_in_place(self, node: Node) -> None:
+        """A norm that works on its statistics in place is left as it is, by name."""
+        while base_name(node) in ("add_", "iadd", "rsqrt_"):
+            node = node.args[0]
+        self._with_eps(node)
+        raise Decline("the statistics are changed in place", self.out)
 
     def _is_scalar(self, eps) -> bool:
         if isinstance(eps, (int, float)):

@@ -20,6 +20,7 @@ def pattern_name(lens: Lens, norms: tuple[Norm, ...], grown: Grown) -> str:
 
 def _parts(lens, norms, grown, inside) -> tuple[list[str], list[str]]:
     after = _descendants(norms, grown)
+    rotary = _rotary(grown)
     path = {norms[0].value}
     above: list[str] = []
     below: list[str] = []
@@ -28,12 +29,27 @@ def _parts(lens, norms, grown, inside) -> tuple[list[str], list[str]]:
             path.update(node.all_input_nodes)
             above.append(_word(lens, node))
     for node in sorted(after - inside, key=lens.position.__getitem__):
-        below.append(_word(lens, node))
+        below.append("rotary" if node in rotary else _word(lens, node))
     return _squeeze(list(reversed(above))), _squeeze(below)
 
 
-def _descendants(norms, grown) -> set:
-    found = {norm.out for norm in norms}
+def _rotary(grown) -> set:
+    """The nodes of rotary embeddings: a rotation, and what leads from its source and itself to their sum."""
+    found: set = set()
+    for composite in grown.composites:
+        found |= composite.nodes
+        rotated = _below([composite.out], grown)
+        whole = _below([composite.source], grown)
+        plain = _below([user for user in composite.source.users if user not in composite.nodes], grown)
+        meeting = rotated & plain
+        found |= {node for node in whole if node not in meeting and _below([node], grown) & meeting}
+        found |= {node for node in meeting if not set(node.all_input_nodes) & meeting}
+    return found
+
+
+def _below(nodes, grown) -> set:
+    """`nodes` and what of the site follows from them."""
+    found = {node for node in nodes if node in grown.interior}
     stack = list(found)
     while stack:
         for user in stack.pop().users:
@@ -41,6 +57,10 @@ def _descendants(norms, grown) -> set:
                 found.add(user)
                 stack.append(user)
     return found
+
+
+def _descendants(norms, grown) -> set:
+    return _below([norm.out for norm in norms], grown)
 
 
 def _word(lens: Lens, node) -> str:

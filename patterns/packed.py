@@ -61,9 +61,10 @@ def _joined(lens: Lens, first: Site, other: Site) -> Site | None:
     outputs = (*first.outputs, *other.outputs)
     if len(set(outputs)) != len(outputs) or len(outputs) > 4:
         return None
-    name = pattern_name(lens, norms, Grown(interior, outputs, None))
+    composites = (*first.composites, *other.composites)
+    name = pattern_name(lens, norms, Grown(interior, outputs, None, composites))
     try:
-        site = assemble(lens, name, norms, interior, outputs)
+        site = assemble(lens, name, norms, interior, outputs, composites=composites)
     except Decline:
         return None
     site.parts = (*(first.parts or (first,)), *(other.parts or (other,)))

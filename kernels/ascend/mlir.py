@@ -392,7 +392,7 @@ class MemRefType:
     @property
     def elements(self) -> int:
         """Number of elements; a dimension that is not known counts as 1."""
-        return math.prod(size or 1 if size is None else size for size in self.shape)
+        return math.prod(1 if size is None else size for size in self.shape)
 
     @property
     def bytes(self) -> int:

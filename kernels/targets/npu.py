@@ -33,7 +33,8 @@ def describe(soc: str) -> Target:
             break
     return Target(name=soc, backend="npu", cores=cores, budget=budget, power_of_two=False,
                   persistent=True, double_buffer=True, units=False, precise=False,
-                  dtypes=("bf16", "f16", "f32"))
+                  dtypes=("bf16", "f16", "f32"),
+                  permutes=False)  # Ascend's compiler takes a permutation of the lane element by element
 
 
 def target(index: int) -> Target:

@@ -26,9 +26,9 @@ class Target:
         double_buffer: the compiler keeps two copies of every loaded and stored tile.
         units: strides are worth passing in vector units (CUDA's access width is decided by
             provable alignment).
-        stream_cache: cache modifier of loads of rows, which are read once ("": none).
         precise: tl.sqrt and division are approximate; the correctly rounded forms exist.
         dtypes: dtype words that it can load, store and compute in.
+        permutes: tiles may be permuted along the lane (region.LANE_OPS).
     """
 
     name: str
@@ -40,8 +40,8 @@ class Target:
     double_buffer: bool
     units: bool
     precise: bool
-    stream_cache: str = ""
     dtypes: tuple[str, ...] = FLOATS
+    permutes: bool = True
 
     def interpreted(self) -> Target:
         """The same rules, run by Triton's interpreter on CPU tensors."""

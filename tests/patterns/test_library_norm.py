@@ -7,6 +7,8 @@ from einops import rearrange
 from torch import nn
 from torch.nn import functional as F
 
+from ascend_ln_fuse.kernels.targets import interpreter
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -238,11 +240,16 @@ ROWS = {
 @pytest.mark.parametrize("row", ROWS)
 def test_model_rows(monkeypatch, row, dtype, run):
     """As plain torch with static and dynamic sizes, and through Triton's interpreter."""
-    monkeypatch.setenv("ASCEND_LN_FUSE_INTERPRET", "1" if run == "kernel" else "0")
+    launches = []
+    if run == "kernel":
+        monkeypatch.setenv("ASCEND_LN_FUSE_INTERPRET", "1")
+        launch = interpreter.run
+        monkeypatch.setattr(interpreter, "run", lambda *args: launches.append(1) or launch(*args))
     make, shape, fused = ROWS[row]
     dynamic = run == "dynamic"
     exact = not row.startswith(("10", "13", "14"))  # these force fp32 inside
     check(make(dtype), torch.randn(shape).to(dtype), fused=fused, dynamic=dynamic, exact=exact)
+    assert bool(launches) == (run == "kernel")
 
 
 def test_cast_slice_norm_reads_the_low_precision_input():

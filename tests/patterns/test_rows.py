@@ -1,40 +1,20 @@
 """Norms as models spell them: rows of the project's table of model patterns (those that are not in
 test_library_norm.py), from the models' own code or classes, at tiny sizes."""
 
-import copy
-from dataclasses import dataclass, field
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
-from checks import assert_within_bound, fresh, tensors
 from einops import rearrange
 from torch import nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
-
-from ascend_ln_fuse import last_reports
-from ascend_ln_fuse.kernels.region import parse
+from wide import check_wide
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 B, L, H, E = 2, 7, 4, 8  # batch, tokens, heads, head size
 C = H * E
-
-
-class Wide(TorchFunctionMode):
-    """Runs a model in float64 whatever dtypes it names: the exact result."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if getattr(func, "__name__", "") in ("float", "half", "bfloat16"):
-            func = torch.Tensor.double
-        args, kwargs = tree_map(
-            lambda x: torch.float64 if isinstance(x, torch.dtype) and x.is_floating_point else x,
-            (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-
-def double(x):
-    return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
 
 def shake(module: nn.Module, dtype) -> nn.Module:
@@ -43,27 +23,6 @@ def shake(module: nn.Module, dtype) -> nn.Module:
         for p in module.parameters():
             p.add_(torch.randn_like(p) * 0.2)
     return module.to(dtype).eval()
-
-
-def check_row(model, inputs, dynamic, fused, declined):
-    """Compare the compiled model with eager and float64, and count the norms: `fused`, and the reasons of
-    the others in order."""
-    compiled = torch.compile(model, backend="ascend_ln_fuse", fullgraph=True, dynamic=dynamic or None,
-                             options={"report": "off"})
-    with torch.no_grad():
-        eager, ours = tensors(model(*map(fresh, inputs))), tensors(compiled(*map(fresh, inputs)))
-        with Wide():
-            exact = tensors(copy.deepcopy(model).double()(*tree_map(double, inputs)))
-    assert len(ours) == len(eager) == len(exact)
-    for a, b, c in zip(ours, eager, exact):
-        assert_within_bound(a, b, c)
-    report = last_reports()[-1]
-    assert report.error is None
-    found = [len(parse(site.region).norms) for site in report.sites if site.status == "fused"]
-    reasons = [site.reason for site in report.sites if site.status != "fused"]
-    assert sum(found) == fused, (found, reasons)
-    assert len(reasons) == len(declined), reasons
-    assert all(want in reason for want, reason in zip(declined, reasons)), reasons
 
 
 # Spelled here as the models' own files do.
@@ -264,15 +223,15 @@ class GatedMLP(nn.Module):
 # Classes of the libraries.
 
 
-class First(nn.Module):
-    """A module of a library, called as its model calls it."""
+class Call(nn.Module):
+    """A module of a library, called as its model calls it: `call(module, *inputs)`."""
 
-    def __init__(self, module, *args, **kwargs):
+    def __init__(self, module, call):
         super().__init__()
-        self.module, self.args, self.kwargs = module, args, kwargs
+        self.module, self.call = module, call
 
     def forward(self, *inputs):
-        return self.module(*inputs, *self.args, **self.kwargs)
+        return self.call(self.module, *inputs)
 
 
 def transformers_config(name, **more):
@@ -281,38 +240,37 @@ def transformers_config(name, **more):
     sizes = {"hidden_size": C, "num_attention_heads": H, "num_hidden_layers": 1, "intermediate_size": 48,
              "vocab_size": 32} | more
     config = getattr(transformers, name)(**sizes)
-    config._attn_implementation = "sdpa"
+    config._attn_implementation = "eager"
     return config
 
 
-def from_transformers(module, name, *args, **kwargs):
-    import importlib
+def from_transformers(family, name, *args):
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    return getattr(module, name)(*args)
 
-    return getattr(importlib.import_module(f"transformers.models.{module}"), name)(*args, **kwargs)
+
+def with_rope(layer):
+    """`layer` on (x, cos, sin)."""
+    return Call(layer, lambda m, x, cos, sin: m(x, position_embeddings=(cos, sin), attention_mask=None))
+
+
+def grouped_query(name, **more):
+    return transformers_config(f"{name}Config", num_key_value_heads=2, head_dim=E, **more)
+
+
+def llama_layer(name="Llama"):
+    return with_rope(from_transformers(name.lower(), f"{name}DecoderLayer", grouped_query(name), 0))
 
 
 def qwen3_attention():
-    config = transformers_config("Qwen3Config", num_key_value_heads=2, head_dim=E)
-    return First(from_transformers("qwen3.modeling_qwen3", "Qwen3Attention", config, 0))
-
-
-class Rotary(nn.Module):
-    """(x, cos, sin) for attention layers that take the embeddings as a pair."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x, cos, sin):
-        return self.layer(x, position_embeddings=(cos, sin), attention_mask=None)
+    return with_rope(from_transformers("qwen3", "Qwen3Attention", grouped_query("Qwen3"), 0))
 
 
 def gpt_oss_layer():
-    config = transformers_config("GptOssConfig", num_key_value_heads=2, head_dim=E, num_local_experts=2,
-                                 num_experts_per_tok=1)
-    layer = from_transformers("gpt_oss.modeling_gpt_oss", "GptOssDecoderLayer", config, 0)
+    config = grouped_query("GptOss", num_local_experts=2, num_experts_per_tok=1)
+    layer = from_transformers("gpt_oss", "GptOssDecoderLayer", config, 0)
     layer.mlp = TupleMLP()
-    return Rotary(layer)
+    return with_rope(layer)
 
 
 class TupleMLP(nn.Module):
@@ -326,125 +284,96 @@ class TupleMLP(nn.Module):
         return self.linear(x), None
 
 
-def llama_layer(family="Llama", **more):
-    config = transformers_config(f"{family}Config", num_key_value_heads=2, head_dim=E, **more)
-    module = family.lower()
-    return Rotary(from_transformers(f"{module}.modeling_{module}", f"{family}DecoderLayer", config, 0))
+def transformers_norm(family, name):
+    return from_transformers(family, name, C)
 
 
 def bert_layer():
-    return from_transformers("bert.modeling_bert", "BertLayer", transformers_config("BertConfig"))
+    return from_transformers("bert", "BertLayer", transformers_config("BertConfig"))
 
 
 def gpt2_block():
     config = transformers_config("GPT2Config", n_embd=C, n_head=H, n_layer=1)
-    return from_transformers("gpt2.modeling_gpt2", "GPT2Block", config)
+    return from_transformers("gpt2", "GPT2Block", config)
 
 
-def norm_of(module, name, *args, **kwargs):
-    return lambda: from_transformers(module, name, *args, **kwargs)
+def diffusers(module, name, *args, **kwargs):
+    return getattr(importlib.import_module(f"diffusers.models.{module}"), name)(*args, **kwargs)
 
 
 def diffusers_norm(name, *args, **kwargs):
-    def make():
-        from diffusers.models import normalization
-
-        return getattr(normalization, name)(*args, **kwargs)
-    return make
+    return diffusers("normalization", name, *args, **kwargs)
 
 
 def wan_block():
-    from diffusers.models.transformers.transformer_wan import WanTransformerBlock
-
-    block = WanTransformerBlock(C, 48, H, cross_attn_norm=True)
-
-    class Call(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = block
-
-        def forward(self, x, text, temb, cos, sin):
-            return self.block(x, text, temb, (cos, sin))
-
-    return Call()
-
-
-def cogvideox_block():
-    from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXBlock
-
-    return CogVideoXBlock(C, H, E, time_embed_dim=16)
-
-
-def sd35_block():
-    from diffusers.models.attention import JointTransformerBlock
-
-    return JointTransformerBlock(C, H, E, qk_norm="rms_norm", use_dual_attention=True)
-
-
-def flux_block():
-    from diffusers.models.transformers.transformer_flux import FluxTransformerBlock
-
-    return FluxTransformerBlock(C, H, E)
+    block = diffusers("transformers.transformer_wan", "WanTransformerBlock", C, 48, H, cross_attn_norm=True)
+    return Call(block, lambda m, x, text, temb, cos, sin: m(x, text, temb, (cos, sin)))
 
 
 def token_replace():
-    from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoTokenReplaceAdaLayerNormZero
-
-    return First(HunyuanVideoTokenReplaceAdaLayerNormZero(C), 3)
+    norm = diffusers("transformers.transformer_hunyuan_video", "HunyuanVideoTokenReplaceAdaLayerNormZero", C)
+    return Call(norm, lambda m, x, emb, first: m(x, emb, first, 3))
 
 
 X, EMB, TEXT = (B, L, C), (B, C), (B, 5, C)
-ROPE = (1, L, 1, E)
+ROPE, HALF = (1, L, 1, E), (L, 1, E // 2)
+ROTATED = (X, (1, L, E), (1, L, E))
 UNBIASED, ON_STD = "unbiased", "added to the standard deviation"
 
 
 @dataclass(frozen=True)
 class Row:
-    """`inputs` are shapes; `fused` norms, and a word of the reason for each that is declined."""
+    """`inputs` are shapes; `fused` norms, and a word of the reason for each that is declined (with
+    `dynamic=True`: `dynamic`, where that differs)."""
 
-    make: object
+    make: Callable[[], nn.Module]
     inputs: tuple = (X,)
     fused: int = 1
-    declined: tuple = field(default=())
+    declined: tuple = ()
+    dynamic: tuple | None = None
 
 
 ROWS = {
     "2 FLUX": Row(FluxQKNorm, fused=2),
-    "7 diffusers RMSNorm": Row(diffusers_norm("RMSNorm", C, eps=1e-6)),
-    "7 without weight": Row(diffusers_norm("RMSNorm", C, eps=1e-6, elementwise_affine=False)),
+    "7 diffusers RMSNorm": Row(lambda: diffusers_norm("RMSNorm", C, eps=1e-6)),
+    "7 without weight": Row(lambda: diffusers_norm("RMSNorm", C, eps=1e-6, elementwise_affine=False),
+                            dynamic=("symbolic",)),
     "8 Wan rope": Row(WanRope, (X, ROPE, ROPE)),
     "8 Wan block": Row(wan_block, (X, TEXT, (B, 6, C), ROPE, ROPE), 7),
     "9 Wan2.1 block": Row(WanOriginal, (X, (B, 6, C)), 3),
     "9 Wan2.1 MLPProj": Row(WanMLPProj, fused=2),
-    "10 FP32LayerNorm": Row(diffusers_norm("FP32LayerNorm", C)),
-    "11 AdaLayerNormZero": Row(lambda: First(diffusers_norm("AdaLayerNormZero", C)(), None, None, None),
-                               (X, EMB)),
+    "10 FP32LayerNorm": Row(lambda: diffusers_norm("FP32LayerNorm", C)),
+    "11 AdaLayerNormZero": Row(lambda: Call(diffusers_norm("AdaLayerNormZero", C),
+                                            lambda m, x, emb: m(x, emb=emb)), (X, EMB)),
     "11 AdaLayerNormContinuous": Row(
-        diffusers_norm("AdaLayerNormContinuous", C, C, elementwise_affine=False), (X, EMB)),
-    "11 SD3.5 two modulates": Row(diffusers_norm("SD35AdaLayerNormZeroX", C), (X, EMB)),
+        lambda: diffusers_norm("AdaLayerNormContinuous", C, C, elementwise_affine=False), (X, EMB)),
+    "11 SD3.5 two modulates": Row(lambda: diffusers_norm("SD35AdaLayerNormZeroX", C), (X, EMB)),
     "11 spellings": Row(Modulates, (X, (B, 2 * C), X), 3),
-    "11 SD3.5 block": Row(sd35_block, (X, TEXT, EMB), 10),
-    "11 FLUX block": Row(flux_block, (X, TEXT, EMB), 8),
-    "12 CogVideoX block": Row(cogvideox_block, (X, TEXT, (B, 16)), 6),
+    "11 SD3.5 block": Row(lambda: diffusers("attention", "JointTransformerBlock", C, H, E, qk_norm="rms_norm",
+                                            use_dual_attention=True), (X, TEXT, EMB), 10),
+    "11 FLUX block": Row(lambda: diffusers("transformers.transformer_flux", "FluxTransformerBlock", C, H, E),
+                         (X, TEXT, EMB), 8),
+    "12 CogVideoX block": Row(lambda: diffusers("transformers.cogvideox_transformer_3d", "CogVideoXBlock",
+                                                C, H, E, time_embed_dim=16), (X, TEXT, (B, 16)), 6),
     "12 token replace": Row(token_replace, (X, EMB, EMB)),
     "15, 23 pre-norm block": Row(PreNormBlock, fused=2),
-    "16 LlamaRMSNorm": Row(norm_of("llama.modeling_llama", "LlamaRMSNorm", C)),
-    "16 Llama layer": Row(llama_layer, (X, (1, L, E), (1, L, E)), 2),
-    "16 Qwen3 attention": Row(lambda: Rotary(qwen3_attention().module), (X, (1, L, E), (1, L, E)), 2),
-    "17 GemmaRMSNorm": Row(norm_of("gemma.modeling_gemma", "GemmaRMSNorm", C)),
-    "17 Gemma2 layer": Row(lambda: llama_layer("Gemma2"), (X, (1, L, E), (1, L, E)), 4),
+    "16 LlamaRMSNorm": Row(lambda: transformers_norm("llama", "LlamaRMSNorm")),
+    "16 Llama layer": Row(llama_layer, ROTATED, 2),
+    "16 Qwen3 attention": Row(qwen3_attention, ROTATED, 2),
+    "17 GemmaRMSNorm": Row(lambda: transformers_norm("gemma", "GemmaRMSNorm")),
+    "17 Gemma2 layer": Row(lambda: llama_layer("Gemma2"), ROTATED, 4),
     "18 GPT-OSS layer": Row(gpt_oss_layer, (X, (1, L, E // 2), (1, L, E // 2)), 2),
-    "18 T5LayerNorm": Row(norm_of("t5.modeling_t5", "T5LayerNorm", C)),
-    "19 split, RMS": Row(lambda: SplitQKNorm(norm_of("qwen3.modeling_qwen3", "Qwen3RMSNorm", E)),
-                         (X, (L, 1, E // 2), (L, 1, E // 2)), 2),
-    "19 split, LN": Row(lambda: SplitQKNorm(nn.LayerNorm), (X, (L, 1, E // 2), (L, 1, E // 2)), 2),
+    "18 T5LayerNorm": Row(lambda: transformers_norm("t5", "T5LayerNorm")),
+    "19 split, RMS": Row(lambda: SplitQKNorm(lambda dim: from_transformers("qwen3", "Qwen3RMSNorm", dim)),
+                         (X, HALF, HALF), 2),
+    "19 split, LN": Row(lambda: SplitQKNorm(nn.LayerNorm), (X, HALF, HALF), 2),
     "20 BERT fork": Row(BertForkLayerNorm),
-    "20 DeBERTa": Row(norm_of("deberta.modeling_deberta", "DebertaLayerNorm", C)),
+    "20 DeBERTa": Row(lambda: transformers_norm("deberta", "DebertaLayerNorm")),
     "20 BERT layer": Row(bert_layer, fused=2),
     "20 std, unbiased": Row(lambda: StdLayerNorm(True), fused=0, declined=(UNBIASED,)),
     "20 std, biased": Row(lambda: StdLayerNorm(False), fused=0, declined=(ON_STD,)),
     "21 GPT-2 block": Row(gpt2_block, fused=2),
-    "22 gated MLP": Row(lambda: GatedMLP(norm_of("llama.modeling_llama", "LlamaRMSNorm", C)(), False)),
+    "22 gated MLP": Row(lambda: GatedMLP(transformers_norm("llama", "LlamaRMSNorm"), False)),
     "22 fused gate_up": Row(lambda: GatedMLP(nn.LayerNorm(C), True)),
 }
 
@@ -454,5 +383,8 @@ ROWS = {
 @pytest.mark.parametrize("name", ROWS)
 def test_model_rows(name, dtype, dynamic):
     row = ROWS[name]
+    declined = row.dynamic if dynamic and row.dynamic is not None else row.declined
+    fused = row.fused + len(row.declined) - len(declined)
     model = shake(row.make(), dtype)
-    check_row(model, [torch.randn(shape).to(dtype) for shape in row.inputs], dynamic, row.fused, row.declined)
+    inputs = [torch.randn(shape).to(dtype) for shape in row.inputs]
+    check_wide(model, *inputs, fused=fused, declined=declined, dynamic=dynamic)

@@ -12,6 +12,7 @@ import torch
 from ascend_ln_fuse import last_reports
 from checks import assert_within_bound, check
 from torch import nn
+from wide import check_wide
 
 D, EPS = 16, 1e-5
 SHAPE = (3, 5, D)
@@ -340,11 +341,17 @@ def centre(x, dim=-1):
     return x - x.mean(dim, keepdim=True)
 
 
+def plus_equals(variance, x):
+    variance += 1e-5
+    return x * torch.rsqrt(variance)
+
+
 def two_dims_one_restored(x):
     return (x - x.mean((-2, -1)).unsqueeze(-1)) * (x.var((-2, -1), False, True) + 1e-5).rsqrt()
 
 
-UNBIASED, ON_STD, ELSEWHERE = "unbiased", "added to the standard deviation", "read elsewhere"
+UNBIASED, ON_STD, ELSEWHERE, IN_PLACE = "unbiased", "added to the standard deviation", "read elsewhere", \
+    "in place"
 
 #: name -> (function, reason it is declined with, or None where nothing is found at all)
 LOOK_ALIKES = {
@@ -398,6 +405,11 @@ LOOK_ALIKES = {
     "two dims, one restored": (lambda x: two_dims_one_restored(x[:, :4]), None),
     "kept and unsqueezed": (lambda x: x[0] * torch.rsqrt(ms(x[0]).unsqueeze(-1) + 1e-5), None),
     "rank grows": (lambda x: x[0, 0] * torch.rsqrt(ms(x[0]) + 1e-5), None),
+    "eps +=": (lambda x: plus_equals(ms(x), x), IN_PLACE),
+    "eps add_": (lambda x: x * torch.rsqrt(ms(x).add_(1e-5)), IN_PLACE),
+    "rsqrt_": (lambda x: x * (ms(x) + 1e-5).rsqrt_(), IN_PLACE),
+    "add_ rsqrt_": (lambda x: x * ms(x).add_(1e-5).rsqrt_(), IN_PLACE),
+    "sum +=": (lambda x: plus_equals(x.abs().sum(-1, True), x), None),
     "returns rstd": (lambda x: (x * (r := torch.rsqrt(ms(x) + 1e-5)), r), ELSEWHERE),
     "returns var": (lambda x: (centre(x) * ((v := ms(centre(x))) + 1e-5).rsqrt(), v * 2), ELSEWHERE),
 }
@@ -485,5 +497,4 @@ def test_value_changed_in_place_between_statistics_and_product():
 def test_a_weight_of_another_shape_keeps_its_own_meaning():
     scale = torch.rand(16, 1) + 0.5
     for weight in (scale, torch.tensor([3.0]), torch.rand(4, 1, 16), torch.rand(4, 16, 16)):
-        check(Of(lambda x, w=weight: x * torch.rsqrt(ms(x) + 1e-5) * w), torch.randn(4, 16, 16), fused=1,
-              exact=False)
+        check_wide(Of(lambda x, w=weight: x * rstd(x) * w.to(x)), torch.randn(4, 16, 16))
