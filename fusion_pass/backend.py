@@ -64,7 +64,7 @@ def ascend_ln_fuse(gm: GraphModule, example_inputs, *,
         error = f"{type(failure).__name__}: {failure}"
     with _lock:
         number = next(_graph_numbers)
-    report = FusionReport(name=_model_name(gm), graph_index=number, sites=tuple(sites),
+    report = FusionReport(name=model_name(gm), graph_index=number, sites=tuple(sites),
                           error=error, seconds=time.perf_counter() - started)
     record(report)
     emit(report, chosen.report)
@@ -135,7 +135,7 @@ def _fused(lens: Lens, site: Site, part: Site) -> SiteReport:
         kernels_removed=cost.kernels_removed(lens, part), hidden_kernels=cost.hidden_kernels(part),
         bytes_before=cost.bytes_before(part), bytes_after=cost.bytes_after(part),
         symbolic=any(not isinstance(n, int) for fake in part.fakes for n in fake.shape),
-        note=f"one launch with {', '.join(others)}" if others else "", source=_source_of(site))
+        note=f"one launch with {', '.join(others)}" if others else "", call=_call(site))
 
 
 def _declined(lens: Lens, node, decline: Decline, norm=None):
@@ -149,21 +149,15 @@ def _declined(lens: Lens, node, decline: Decline, norm=None):
     return node, report
 
 
-def _source_of(site: Site) -> Callable[[], str | None]:
-    region = site.region
-    shapes = [tuple(map(hint, fake.shape)) for fake in site.fakes]
-    strides = [tuple(map(hint, fake.stride())) for fake in site.fakes]
-    device = site.fakes[0].device
+def _call(site: Site):
+    """The call of the site's kernel, for the sizes seen here."""
+    from .kernels.call import Call
 
-    def source() -> str | None:
-        from .kernels.launch import kernel_source
-
-        return kernel_source(region, shapes, strides, device)
-
-    return source
+    return Call(site.region, tuple(tuple(map(hint, fake.shape)) for fake in site.fakes),
+                tuple(tuple(map(hint, fake.stride())) for fake in site.fakes), site.fakes[0].device)
 
 
-def _model_name(gm: GraphModule) -> str:
+def model_name(gm: GraphModule) -> str:
     """`forward in model.py`: the outermost frame of the user's that Dynamo traced, as far as the graph
     tells; one of PyTorch's where there is no other."""
     for node in gm.graph.nodes:

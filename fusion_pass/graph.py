@@ -84,10 +84,11 @@ class Lens:
         return self._kinds[node]
 
     def tensor(self, node) -> torch.Tensor | None:
-        """The one plain tensor that `node` yields, or None (also for sparse and wrapper subclasses)."""
+        """The one plain tensor that `node` yields, or None (also for sparse tensors, for wrapper
+        subclasses and for negative views, whose memory does not hold their values)."""
         value = value_of(node) if isinstance(node, Node) else None
         plain = isinstance(value, torch.Tensor) and value.layout is torch.strided and \
-            not is_traceable_wrapper_subclass(value)
+            not value.is_neg() and not is_traceable_wrapper_subclass(value)
         return value if plain else None
 
     def users(self, node: Node) -> list[Node]:

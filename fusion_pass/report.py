@@ -17,9 +17,12 @@ import shutil
 import sys
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .kernels.call import Call
 
 MODES = ("off", "table", "full")
 FUSED, DECLINED = "fused", "declined"
@@ -42,8 +45,9 @@ class SiteReport:
     bytes_after: int | None = None
     symbolic: bool = False  # the byte counts are for the sizes seen at compile time
     note: str = ""
-    # Asked only when a "full" report is printed: making the source may be costly.
-    source: Callable[[], str | None] | None = field(default=None, compare=False, repr=False)
+    kernel: str = field(default="", compare=False)  # see kernel_name; set in reports read from JSON
+    # Asked for names and sources only where those are shown: generating a kernel costs milliseconds.
+    call: Call | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.status not in (FUSED, DECLINED):
@@ -51,15 +55,24 @@ class SiteReport:
         for name in ("kernels_removed", "hidden_kernels"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
+    def kernel_name(self) -> str:
+        """Name of the kernel that the site launches, for the sizes seen when it was compiled; "" where
+        it launches none. Profilers show the last 49 characters of such names."""
+        if self.kernel or self.call is None or self.status != FUSED:
+            return self.kernel
+        kernel = self.call.kernel()
+        return kernel.name if kernel else ""
+
     def to_dict(self) -> dict[str, Any]:
-        """Every field but `source`, as plain JSON values."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "source"}
+        """Every field but `call`, as plain JSON values."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "call"}
+        values["kernel"] = self.kernel_name()
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> SiteReport:
         """The inverse of `to_dict`; keys that this version does not know are passed over."""
-        known = {f.name for f in fields(cls)} - {"source"}
+        known = {f.name for f in fields(cls)} - {"call"}
         return cls(**{k: v for k, v in data.items() if k in known})
 
 
@@ -120,7 +133,7 @@ class FusionReport:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> FusionReport:
-        """The inverse of `to_dict`, but for the sites' `source`."""
+        """The inverse of `to_dict`, but for the sites' `call`."""
         return cls(
             name=data.get("name", ""),
             graph_index=data.get("graph", 0),
@@ -147,7 +160,7 @@ _Row = tuple[str, list[SiteReport]]
 
 def _rows(sites: Sequence[SiteReport]) -> list[_Row]:
     """Sites that read the same but for layer indices are one row. Fused first, then graph order."""
-    shown = [f.name for f in fields(SiteReport) if f.name not in ("where", "node", "source")]
+    shown = [f.name for f in fields(SiteReport) if f.name not in ("where", "node", "kernel", "call")]
     groups: dict[tuple, list[SiteReport]] = {}
     for site in sites:
         key = (_INDEX.sub("{}", site.where), *(getattr(site, name) for name in shown))
@@ -331,7 +344,7 @@ def _listing(rows: list[_Row]) -> list[str]:
         device = f" on {_visible(site.device)}" if site.device else ""
         lines += ["", f"{_visible(where)}: {_visible(site.pattern)}{device}"]
         try:
-            kernel = site.source() if site.source else None
+            kernel = site.call.source() if site.call else None
         except Exception as error:  # the rest of the report is still worth reading
             kernel = f"not available: {type(error).__name__}: {error}"
         for title, text in (("region", site.region), ("kernel", kernel)):

@@ -398,7 +398,7 @@ class _Matcher:
     def _interior(self, source: Node) -> frozenset[Node]:
         interior = (self.trail.nodes | self.trail.loose) - {source}
         for cast in sorted(self.trail.loose, key=self.lens.position.__getitem__, reverse=True):
-            if any(user not in interior for user in cast.users):
+            if self.lens.is_mutated(cast) or any(user not in interior for user in cast.users):
                 interior.discard(cast)
         return frozenset(interior)
 

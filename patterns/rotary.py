@@ -19,7 +19,7 @@ from ..site import Composite
 ELEMENTWISE = frozenset({"npu"})
 
 #: the longest lane that is rotated: a kernel must hold all of it
-MAX_LANE = 1024
+MAX_LANE = 8192
 
 
 def rotations(lens: Lens, source: Node, twins: Collection[Node] = ()) -> list[Composite]:

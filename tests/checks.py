@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from ascend_ln_fuse import FusionReport, last_reports
+from torch.overrides import TorchFunctionMode
 
 
 def tensors(value) -> list[torch.Tensor]:
@@ -47,6 +48,29 @@ def assert_within_bound(ours: torch.Tensor, eager: torch.Tensor, exact: torch.Te
     assert excess <= 0, f"error exceeds the bound by {excess:.3e}"
 
 
+class NoRounding(TorchFunctionMode):
+    """Under this mode every cast to a float dtype keeps (or makes) float64, so that a model which forces
+    fp32 or rounds to bf16 inside computes its exact value."""
+
+    _CASTS = {"float", "double", "half", "bfloat16", "to", "type", "type_as"}
+    _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = {key: self._wide(value) for key, value in (kwargs or {}).items()}
+        name = getattr(func, "__name__", "")
+        if name in self._CASTS and args and isinstance(args[0], torch.Tensor):
+            target = next((a for a in (*args[1:], *kwargs.values())
+                           if isinstance(a, (torch.dtype, torch.Tensor))), None)
+            wanted = target.dtype if isinstance(target, torch.Tensor) else target
+            if name in ("float", "double", "half", "bfloat16") or \
+                    (wanted is not None and wanted.is_floating_point):
+                return args[0] if args[0].dtype == torch.float64 else args[0].double()
+        return func(*map(self._wide, args), **kwargs)
+
+    def _wide(self, value):
+        return torch.float64 if isinstance(value, torch.dtype) and value in self._FLOATS else value
+
+
 def exact_copy(model: torch.nn.Module, inputs: Sequence):
     """`model` and `inputs` in float64 (with the values they have in their own dtype)."""
     def wide(x):
@@ -72,7 +96,8 @@ def check(model: torch.nn.Module, *inputs, fused: int | None = None, declined: i
         ours = tensors(compiled(*map(fresh, inputs)))
         if exact:
             wide, wide_inputs = exact_copy(model, inputs)
-            reference = tensors(wide(*wide_inputs))
+            with NoRounding():
+                reference = tensors(wide(*wide_inputs))
         else:
             reference = eager
     assert len(ours) == len(eager)

@@ -44,6 +44,11 @@ def declined(where="ln_post, m.py:9", reason="the last size is symbolic", **more
     return SiteReport("declined", "norm", where, reason, **more)
 
 
+def call_of(source, name="aln_kernel"):
+    """What a site keeps to make its kernel from: here one with the source that `source()` gives."""
+    return SimpleNamespace(source=source, kernel=lambda: SimpleNamespace(name=name))
+
+
 def dit(layers=28):
     """Six sites a layer, two of them with the same region, one declined."""
     sites = []
@@ -93,12 +98,21 @@ def test_dict_lists_every_site_with_every_key():
     data = dit(2).to_dict()
     assert " ".join(data) == "name graph found fused declined error seconds sites"
     assert len(data["sites"]) == 12
-    site = fused("a, m.py:1", hidden_kernels=("Slice",), source=lambda: "code").to_dict()
+    site = fused("a, m.py:1", hidden_kernels=("Slice",), call=call_of(lambda: "code")).to_dict()
     texts = {"status": "fused", "pattern": "norm", "where": "a, m.py:1"}
     texts |= dict.fromkeys(("reason", "node", "region", "device", "note"), "")
+    texts["kernel"] = "aln_kernel"
     lists = {"kernels_removed": ["layer_norm"], "hidden_kernels": ["Slice"]}
     numbers = {"bytes_before": 40 * MIB, "bytes_after": 20 * MIB, "symbolic": False}
     assert site == {**texts, **lists, **numbers}
+
+
+def test_the_kernel_name_outlives_the_way_it_was_made():
+    site = fused(call=call_of(lambda: "code"))
+    again = SiteReport.from_dict(json.loads(json.dumps(site.to_dict())))
+    assert again == site and again.call is None
+    assert again.kernel_name() == site.kernel_name() == "aln_kernel"
+    assert fused().kernel_name() == "" == declined(call=call_of(lambda: "code")).kernel_name()
 
 
 @pytest.mark.parametrize("report", [dit(3), TWO, FusionReport("X", 2, error="boom")], ids=repr)
@@ -127,7 +141,7 @@ def test_from_dict_passes_over_what_a_later_version_adds():
 
 
 def test_source_is_no_part_of_the_value():
-    with_source = fused(source=lambda: "code")
+    with_source = fused(call=call_of(lambda: "code"))
     assert with_source == fused()
     assert hash(with_source) == hash(fused())
 
@@ -254,7 +268,7 @@ def test_sites_that_differ_in_what_is_shown_are_not_grouped():
         sites = [fused("a.0.n"), fused("a.1.n", **second)]
         return str(FusionReport("M", 0, sites)).count("✓")
 
-    assert rows(node="other", source=lambda: "code") == 1
+    assert rows(node="other", call=call_of(lambda: "code")) == 1
     assert rows(region="other") == rows(bytes_after=MIB) == rows(note="other") == 2
     assert rows(hidden_kernels=("Slice",)) == 2
     reasons = [declined("a.0.n", "one"), declined("a.1.n", "two")]
@@ -272,7 +286,7 @@ def test_names_of_the_user_are_shown_literally(color, monkeypatch):
         fused(HOSTILE, note=HOSTILE, region=HOSTILE, device=HOSTILE),
         replace(declined(HOSTILE, HOSTILE, node=HOSTILE), pattern=HOSTILE),
     ]
-    sites[0] = replace(sites[0], kernels_removed=(HOSTILE,), source=lambda: HOSTILE)
+    sites[0] = replace(sites[0], kernels_removed=(HOSTILE,), call=call_of(lambda: HOSTILE))
     text = render(FusionReport(HOSTILE, 0, sites), "full", width=400, color=color)
     # Headline, two places, note, reason, node, pattern, op; in the listing place and device.
     shown = "".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())  # without colours, folds, blanks
@@ -309,7 +323,7 @@ def test_full_adds_region_and_source_of_each_distinct_fused_site():
         calls.append(1)
         return source
 
-    sites = [fused(f"a.{i}.{n}", region=region, source=make) for i in range(3) for n in "qk"]
+    sites = [fused(f"a.{i}.{n}", region=region, call=call_of(make)) for i in range(3) for n in "qk"]
     sites += [fused("b", region="other"), declined("c", region="not this one")]
     text = render(FusionReport("M", 0, sites), "full")
     assert text.count("  region:\n    region D=128\n      x = load a0\n") == 1
@@ -323,7 +337,7 @@ def test_a_source_that_fails_does_not_take_the_report_with_it():
     def fail():
         raise RuntimeError("no compiler")
 
-    text = render(FusionReport("M", 0, [fused("a", source=fail)]), "full")
+    text = render(FusionReport("M", 0, [fused("a", call=call_of(fail))]), "full")
     assert "not available: RuntimeError: no compiler" in text
 
 

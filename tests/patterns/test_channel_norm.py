@@ -71,6 +71,6 @@ def test_low_precision_with_a_cast_back():
             return super().forward(x.float()).to(x.dtype)
 
     x = torch.randn(2, 16, 5, 6).bfloat16().to(memory_format=torch.channels_last)
-    report = check(Cast(16), x, fused=1, exact=False)
+    report = check(Cast(16), x, fused=1)
     assert "in x0: f32[1, 1, 1, 16]" in report.sites[0].region
     assert "bf16[*, *, *, 16]" in report.sites[0].region

@@ -172,13 +172,20 @@ def cast_read_elsewhere(x):
     return x * torch.rsqrt(ms(wide) + EPS).to(x.dtype), wide
 
 
+def cast_of_what_is_written_later(x):
+    """Of fp32, `float()` is the tensor itself."""
+    y = x.float() * torch.rsqrt(ms(x.float()) + EPS)
+    x.add_(1)
+    return y
+
+
 def input_written_first(x):
     x.mul_(2)
     return x * torch.rsqrt(ms(x) + EPS)
 
 
 @pytest.mark.parametrize("function", [value_written_later, result_written_later, cast_read_elsewhere,
-                                      input_written_first], ids=lambda f: f.__name__)
+                                      cast_of_what_is_written_later, input_written_first], ids=lambda f: f.__name__)
 def test_memory_written_beside_a_norm(function):
     check_wide(Left(function), torch.randn(3, 5, D))
 

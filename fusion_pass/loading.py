@@ -1,0 +1,145 @@
+"""A user's FILE:FUNCTION: from the words on the command line to a model and its inputs.
+
+FUNCTION takes no arguments. It returns a model and example inputs for it: `(model, inputs)`, where
+`inputs` is a tensor, a tuple or list of positional arguments, or a dict of keyword arguments. It runs as
+it is written, on the CPU; only that every parameter is emptied as a module takes it in: a model of any
+size costs no memory, and no time to initialise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class LoadError(Exception):
+    """What FILE:FUNCTION names cannot be used; the message says why, to the person who named it."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A model and the arguments of one call of it."""
+
+    model: Callable
+    args: tuple
+    kwargs: Mapping[str, Any]
+
+
+def load_example(target: str) -> Example:
+    """The model and inputs of "model.py:build". The model's parameters are on the meta device.
+
+    Raises:
+        LoadError: no such file or function, it does not import, it fails, or it returns no model.
+    """
+    file, colon, name = target.rpartition(":")
+    if not colon or not file or not name.isidentifier():
+        raise LoadError(f"{target!r} is not FILE:FUNCTION, as in model.py:build")
+    function = _function(_module(Path(file)), name, file)
+    try:
+        with empty_parameters():
+            result = function()
+    except Exception as error:
+        raise LoadError(f"{name}() in {file} failed: {describe(error, file)}") from error
+    return _example(result, f"{name}() in {file}")
+
+
+def describe(error: BaseException, file: str | None = None) -> str:
+    """`ValueError: no such size (model.py:31)`: the error's first line, and the last line of the user's
+    file that led to it."""
+    text = str(error).strip().split("\n", 1)[0]
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if file and Path(f.filename).name == Path(file).name]
+    place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {text}{place}" if text else f"{type(error).__name__}{place}"
+
+
+def _module(path: Path):
+    if not path.is_file():
+        raise LoadError(f"no such file: {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or path.suffix != ".py":
+        raise LoadError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    before = sys.modules.get(path.stem)
+    sys.modules[path.stem] = module  # dataclasses and pickling look a class's module up there
+    sys.path.insert(0, str(path.resolve().parent))  # as if it were run as a script
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:  # a script may end with sys.exit()
+        if before is None:
+            sys.modules.pop(path.stem, None)
+        else:
+            sys.modules[path.stem] = before
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise LoadError(f"{path} cannot be imported: {describe(error, str(path))}") from error
+    return module
+
+
+def _function(module, name: str, file: str) -> Callable:
+    function = getattr(module, name, None)
+    if function is None:
+        known = [n for n, value in vars(module).items()
+                 if inspect.isfunction(value) and value.__module__ == module.__name__]
+        has = f"it has {', '.join(known)}" if known else "it has none"
+        raise LoadError(f"{file} has no function {name!r}: {has}")
+    if isinstance(function, torch.nn.Module) or not callable(function):
+        raise LoadError(f"{name} in {file} is {_a(function)}, not a function that returns "
+                        "(model, inputs)")
+    wanted = [p.name for p in inspect.signature(function).parameters.values()
+              if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if wanted:
+        raise LoadError(f"{name} in {file} takes arguments ({', '.join(wanted)}); wanted is a function "
+                        "of none that returns (model, inputs)")
+    return function
+
+
+def _example(result: Any, what: str) -> Example:
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
+        raise LoadError(f"{what} returned {_a(result)}, not (model, inputs)")
+    model, inputs = result
+    if not callable(model):
+        raise LoadError(f"{what} returned {_a(model)} where a model was expected: wanted is "
+                        "(model, inputs), with a torch.nn.Module or a function")
+    if isinstance(inputs, Mapping):
+        return Example(model, (), dict(inputs))
+    if isinstance(inputs, torch.Tensor):
+        return Example(model, (inputs,), {})
+    if isinstance(inputs, (tuple, list)):
+        return Example(model, tuple(inputs), {})
+    raise LoadError(f"{what} returned {_a(inputs)} as inputs: wanted is a tensor, a tuple of positional "
+                    "arguments, or a dict of keyword arguments")
+
+
+def _a(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"an object of type {type(value).__name__}"
+
+
+@contextlib.contextmanager
+def empty_parameters() -> Iterator[None]:
+    """Modules keep no parameter's memory: each moves to the meta device when a module takes it in. It
+    stays the same object, so parameters that are shared stay shared."""
+    original = torch.nn.Module.register_parameter
+
+    def register(self, name, param):
+        if isinstance(param, torch.nn.Parameter) and param.device.type != "meta":
+            empty = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
+            torch.utils.swap_tensors(param, torch.nn.Parameter(empty, requires_grad=param.requires_grad))
+        return original(self, name, param)
+
+    torch.nn.Module.register_parameter = register
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_parameter = original

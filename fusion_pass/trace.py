@@ -1,0 +1,178 @@
+"""What the backend would do to a model on an NPU, found without one: fake tensors on a fake device.
+
+The model is traced by Dynamo as `torch.compile` would, with tensors that have a shape, strides, a dtype
+and the device "npu", but no memory. Every graph goes through the pass; then the graph as it came runs on
+the fakes, so that graph breaks and what follows them are seen too. No kernel is compiled or launched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from .backend import fuse_graph, model_name
+from .loading import Example, describe
+from .options import Options, strict
+from .report import FusionReport
+
+#: Compilations of one function that Dynamo may make: every one is a graph to report on.
+MAX_GRAPHS = 4096
+
+
+class TraceError(Exception):
+    """The model does not run on fake tensors; the message says where it stopped."""
+
+
+def ensure_npu() -> None:
+    """A device type "npu" in this process: torch_npu's, else one that has a name and nothing else.
+
+    It stays for the life of the process. Raises TraceError where this torch has no way to add one.
+    """
+    if hasattr(torch, "npu"):
+        return
+    from torch.utils import backend_registration
+
+    setup = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
+    if setup is None:
+        raise TraceError(f"torch {torch.__version__} cannot name a device that is not there; install "
+                         "torch_npu, or a later torch (2.13 will do)")
+    setup("npu", _Npu())
+
+
+class _Npu:
+    """What libraries ask of `torch.npu`: one device that does nothing."""
+
+    def __init__(self):
+        self.is_available = self.is_initialized = lambda: True
+        self.is_bf16_supported = lambda including_emulation=True: True
+        self.device_count = lambda: 1
+        self.current_device = lambda: 0
+        self._is_in_bad_fork = lambda: False
+        self.manual_seed_all = self.manual_seed = self.set_device = lambda value: None
+        self.synchronize = self.empty_cache = lambda device=None: None
+        self.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+
+
+def trace(example: Example, options: Options | None = None, grad: bool = False,
+          progress: Callable[[FusionReport], None] = lambda report: None) -> list[FusionReport]:
+    """A report per graph that Dynamo makes of one call of the model, in order.
+
+    The model's parameters and buffers are replaced by fakes on "npu:0"; so are the tensors of the call.
+    grad: trace with gradients on. progress: called with each report as it is made.
+
+    Raises:
+        TraceError: the call fails on fake tensors.
+    """
+    ensure_npu()
+    chosen = options or Options()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = Fakes(mode)
+    reports: list[FusionReport] = []
+
+    def backend(gm, inputs):
+        reports.append(_report(gm, chosen, len(reports)))
+        progress(reports[-1])
+        return gm.forward
+
+    if isinstance(example.model, torch.nn.Module):
+        fakes.replace_in(example.model)
+    args, kwargs = fakes.of((example.args, dict(example.kwargs)))
+    torch._dynamo.reset()
+    limits = {"recompile_limit": MAX_GRAPHS, "accumulated_recompile_limit": MAX_GRAPHS,
+              "suppress_errors": False}
+    try:
+        with _no_device(), mode, torch.set_grad_enabled(grad), torch._dynamo.config.patch(limits):
+            torch.compile(example.model, backend=backend)(*args, **kwargs)
+    except Exception as error:
+        raise TraceError(f"the model does not run on fake tensors: {_cause(error)}") from error
+    finally:
+        torch._dynamo.reset()
+    return reports
+
+
+def _report(gm: torch.fx.GraphModule, options: Options, number: int) -> FusionReport:
+    """What the backend would report of a graph, which is left as it is."""
+    started = time.perf_counter()
+    error, sites = None, []
+    try:
+        _, sites = fuse_graph(gm.graph, options)
+    except Exception as failure:
+        if strict():
+            raise
+        error = f"{type(failure).__name__}: {failure}"
+    return FusionReport(model_name(gm), number, tuple(sites), error, time.perf_counter() - started)
+
+
+@contextlib.contextmanager
+def _no_device() -> Iterator[None]:
+    """torch takes it that there is a device behind the name, and would make constants there."""
+    with mock.patch.object(FakeTensorMode, "avoid_device_init", property(lambda self: True)):
+        yield
+
+
+def _cause(error: BaseException) -> str:
+    """The innermost error, with a word on why where fakes are to blame."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    chain = [error]
+    while (inner := chain[-1].__cause__ or chain[-1].__context__) is not None and inner not in chain:
+        chain.append(inner)
+    text = describe(error)
+    for one in chain:
+        if isinstance(one, (DataDependentOutputException, DynamicOutputShapeException)):
+            text += ". It needs a value out of a tensor (.item(), nonzero, a data-dependent branch), and " \
+                    "there are no values here"
+            break
+    return text
+
+
+class Fakes:
+    """Fake tensors on "npu:0" in the place of others. Tensors that share memory get fakes that do."""
+
+    def __init__(self, mode: FakeTensorMode):
+        self.mode = mode
+        self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id -> (kept alive, its fake)
+        self._bases: dict[tuple, tuple[Any, torch.Tensor]] = {}
+
+    def of(self, value: Any) -> Any:
+        """`value` with every tensor in it replaced; containers that pytree knows are walked."""
+        return torch.utils._pytree.tree_map(
+            lambda x: self.tensor(x) if isinstance(x, torch.Tensor) else x, value)
+
+    def replace_in(self, model: torch.nn.Module) -> None:
+        """Parameters and buffers of a module become fakes, in place."""
+        for module in model.modules():
+            for tensors in (module._parameters, module._buffers):
+                for name, value in tensors.items():
+                    if value is not None:
+                        tensors[name] = self.tensor(value)
+
+    def tensor(self, t: torch.Tensor) -> torch.Tensor:
+        found = self._known.get(id(t))
+        if found is None:
+            found = self._known[id(t)] = (t, self._make(t))
+        return found[1]
+
+    def _make(self, t: torch.Tensor) -> torch.Tensor:
+        with self.mode:
+            if t.layout is not torch.strided:
+                raise TraceError(f"a {str(t.layout).removeprefix('torch.')} tensor of shape "
+                                 f"{tuple(t.shape)}: only strided ones can be faked")
+            fake = torch.as_strided(self._base(t), t.shape, t.stride(), t.storage_offset())
+            if isinstance(t, torch.nn.Parameter):
+                return torch.nn.Parameter(fake, requires_grad=t.requires_grad)
+            return fake.requires_grad_() if t.requires_grad else fake
+
+    def _base(self, t: torch.Tensor) -> torch.Tensor:
+        storage = t.untyped_storage()
+        key = (storage._cdata, t.dtype)
+        if key not in self._bases:
+            base = torch.empty(storage.nbytes() // t.element_size(), dtype=t.dtype, device="npu")
+            self._bases[key] = storage, base
+        return self._bases[key][1]

@@ -1,0 +1,72 @@
+"""One call of a region as a graph shows it: which kernel it would launch, without launching it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from .codegen import generate
+from .launch import Offline, launch_facts, runs_reference
+from .layout import Layout, Unsupported, layout
+from .region import NormRegion
+from .source import KernelSource
+from .targets import Target, target_for
+from .targets.npu import describe
+from .tiling import ladder
+
+#: The SoC whose rules kernels follow where none is named and no accelerator is there to ask.
+DEFAULT_SOC = "Ascend910B3"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A region with the shapes and strides (in elements) of its inputs, in its order, and their device."""
+
+    region: NormRegion
+    shapes: tuple[tuple[int, ...], ...]
+    strides: tuple[tuple[int, ...], ...]
+    device: torch.device
+
+    def target(self, soc: str | None = None) -> Target:
+        """The rules for `soc`, else for the device; where that cannot be asked, for DEFAULT_SOC."""
+        if soc is None and not runs_reference(self.device):
+            try:
+                return target_for(self.device)
+            except ImportError:  # a device named npu without torch_npu: only its name is real
+                pass
+        return describe(soc or DEFAULT_SOC)
+
+    def walk(self, target: Target) -> Layout:
+        """How a kernel for `target` walks the call. Unsupported where none can."""
+        return layout(self.region, self.shapes, self.strides, target.units)
+
+    def candidates(self, soc: str = DEFAULT_SOC) -> Iterator[Offline]:
+        """The kernels for an NPU of that SoC, best first: the next is used where a compiler runs out of
+        memory on one. None for a call without elements. Unsupported where no kernel serves it."""
+        target = describe(soc)
+        walk = self.walk(target)
+        if 0 in walk.space:
+            return
+        for tile in ladder(self.region, walk.structure, walk.sizes, target):
+            integers, grid = launch_facts(walk, tile.rows, target)
+            yield Offline(generate(self.region, walk.structure, tile, target), grid, walk.space,
+                          integers, self.region)
+
+    def kernel(self, soc: str | None = None) -> KernelSource | None:
+        """The kernel that is tried first; None where the reference runs instead."""
+        try:
+            target = self.target(soc)
+            walk = self.walk(target)
+            if 0 in walk.space:
+                return None
+            tile = ladder(self.region, walk.structure, walk.sizes, target)[0]
+            return generate(self.region, walk.structure, tile, target)
+        except Unsupported:
+            return None
+
+    def source(self) -> str | None:
+        """The text of `kernel()`."""
+        kernel = self.kernel()
+        return kernel.source if kernel else None
