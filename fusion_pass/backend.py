@@ -110,8 +110,8 @@ def _fuse_graph(graph: Graph, options: Options) -> tuple[Graph | None, list[Site
     declined += [_declined(lens, c.anchor, c.reason, by_out[c.anchor]) for c in lost]
     declined += [_declined(lens, node, why) for node, why in refused]
     fused = rewrite(lens, taken, traceable=options.inner != "eager") if taken.sites else None
-    reports = [(part.anchor, _fused(lens, site, part))
-               for site in taken.sites for part in site.parts or (site,)]
+    reports = [(part.anchor, _fused(lens, site, part, call))
+               for site in taken.sites for call in (_call(site),) for part in site.parts or (site,)]
     reports += declined
     reports.sort(key=lambda pair: lens.position[pair[0]])
     return fused, [report for _, report in reports]
@@ -124,7 +124,7 @@ def _training_decline(lens: Lens, norm) -> Decline | None:
     return None
 
 
-def _fused(lens: Lens, site: Site, part: Site) -> SiteReport:
+def _fused(lens: Lens, site: Site, part: Site, call) -> SiteReport:
     """The report of `part`, which is `site` itself or one of those that share its launch."""
     # The last word of a path: a name that is the same in every layer keeps layers in one row.
     others = [module_path(other.anchor).rpartition(".")[2] or source_line(other.anchor)
@@ -135,7 +135,7 @@ def _fused(lens: Lens, site: Site, part: Site) -> SiteReport:
         kernels_removed=cost.kernels_removed(lens, part), hidden_kernels=cost.hidden_kernels(part),
         bytes_before=cost.bytes_before(part), bytes_after=cost.bytes_after(part),
         symbolic=any(not isinstance(n, int) for fake in part.fakes for n in fake.shape),
-        note=f"one launch with {', '.join(others)}" if others else "", call=_call(site))
+        note=f"one launch with {', '.join(others)}" if others else "", call=call)
 
 
 def _declined(lens: Lens, node, decline: Decline, norm=None):

@@ -202,9 +202,9 @@ def module_path(node: Node) -> str:
         return ""
     entry = list(stack.values())[-1]
     path = entry[0] if isinstance(entry, (tuple, list)) else str(entry)
-    path = re.sub(r"\A(L\['[^']*'\]|L__self__|self)\.?", "", path)
+    path = re.sub(r"\A(L\['args'\]\[0\]|L\['[^']*'\]|L__self__|self)\.?", "", path)
     steps = ("".join(filter(None, m)) for m in _STEP.findall(path))
-    return ".".join(step for step in steps if step != "_modules")
+    return ".".join(step for step in steps if step not in ("__dict__", "_modules"))
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')

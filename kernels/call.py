@@ -51,8 +51,8 @@ class Call:
             return
         for tile in ladder(self.region, walk.structure, walk.sizes, target):
             integers, grid = launch_facts(walk, tile.rows, target)
-            yield Offline(generate(self.region, walk.structure, tile, target), grid, walk.space,
-                          integers, self.region)
+            yield Offline(generate(self.region, walk.structure, tile, target), grid, walk, integers,
+                          self.region)
 
     def kernel(self, soc: str | None = None) -> KernelSource | None:
         """The kernel that is tried first; None where the reference runs instead."""

@@ -349,23 +349,6 @@ def _function(source: KernelSource):
 # -- without a launch --------------------------------------------------------------------------------
 
 
-def kernel_source(region: NormRegion, shapes: Sequence[Sequence[int]],
-                  strides: Sequence[Sequence[int]], device: torch.device) -> str | None:
-    """The source of the kernel that a call on such inputs would launch, for reports. None where the
-    reference runs instead. A CPU device gives the kernel for an Ascend910B3."""
-    from .targets.npu import describe
-
-    try:
-        target = describe("Ascend910B3") if runs_reference(device) else target_for(device)
-        walk = layout(region, shapes, strides, target.units)
-        if 0 in walk.space:
-            return None
-        tile = ladder(region, walk.structure, walk.sizes, target)[0]
-        return generate(region, walk.structure, tile, target).source
-    except Unsupported:
-        return None
-
-
 @dataclass(frozen=True)
 class Offline:
     """A kernel and how to call it, for compilers and interpreters that run without a device.
@@ -373,16 +356,21 @@ class Offline:
     Attributes:
         kernel: the generated source.
         grid: number of programs.
-        space: shape of the outputs.
+        walk: how it walks the call's tensors.
         integers: the kernel's integer arguments.
         region: what it computes.
     """
 
     kernel: KernelSource
     grid: int
-    space: tuple[int, ...]
+    walk: Layout
     integers: tuple[int, ...]
     region: NormRegion
+
+    @property
+    def space(self) -> tuple[int, ...]:
+        """Shape of the outputs."""
+        return self.walk.space
 
     @property
     def signature(self) -> Mapping[str, str]:
@@ -418,4 +406,4 @@ def offline(region: NormRegion, shapes: Sequence[Sequence[int]], strides: Sequen
     if cores is not None:
         target = replace(target, cores=cores)
     integers, grid = launch_facts(walk, tile.rows, target)
-    return Offline(kernel, grid, walk.space, integers, region)
+    return Offline(kernel, grid, walk, integers, region)

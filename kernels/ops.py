@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 
 from .launch import Runner, runs_reference
-from .reference import TORCH_DTYPES, reference
+from .reference import TORCH_DTYPES, program, reference
 from .region import NormRegion, broadcast_sizes, dense_strides, parse
 
 
@@ -29,25 +29,24 @@ def python_call(region: NormRegion) -> Callable:
     """A function of the region's inputs, then its scalars: returns a tensor for one output, else a
     tuple. Differentiable; to be called from generated graphs."""
     run, count, single = runner(region.text), len(region.inputs), len(region.outputs) == 1
+    # On the CPU the region is plain torch, which autograd knows: no plan, no launch.
+    plain = program(region) if runs_reference(torch.device("cpu")) else None
 
     def fused(*args):
-        inputs, scalars = args[:count], args[count:]
-        if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-            results = _differentiable(run, region, inputs, scalars)
+        if plain is not None and args[0].device.type == "cpu":
+            results = plain(*args)
         else:
-            results = run(inputs, scalars)
+            inputs, scalars = args[:count], args[count:]
+            if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+                results = _Region.apply(run, region, scalars, *inputs)
+            else:
+                results = run(inputs, scalars)
         return results[0] if single else results
 
     fused.__name__ = fused.__qualname__ = "ascend_ln_fuse_region"
     fused.__module__ = __name__
     fused.__doc__ = region.text
     return fused
-
-
-def _differentiable(run, region, inputs, scalars):
-    if runs_reference(inputs[0].device):
-        return reference(region, inputs, scalars)  # plain torch ops, which autograd knows
-    return _Region.apply(run, region, scalars, *inputs)
 
 
 class _Region(torch.autograd.Function):

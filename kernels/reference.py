@@ -6,14 +6,14 @@ Differentiable, dtype-exact, and as fast as eager: a `layer_norm` line is one ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
 from torch.nn import functional as F
 
 from .pointwise import torch_function
-from .region import LANE_OPS, NormRegion, broadcast_sizes, dense_strides
+from .region import LANE_OPS, NORMS, NormRegion, broadcast_sizes, dense_strides
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16,
                 "f32": torch.float32, "f64": torch.float64}
@@ -40,67 +40,83 @@ def reference(region: NormRegion, inputs: Sequence[torch.Tensor],
     Gradients flow through it. Ambient autocast is ignored, since the region's dtypes already say
     what autocast did.
     """
-    device = inputs[0].device.type
-    if torch.is_autocast_enabled(device):
-        with torch.autocast(device, enabled=False):
-            return _run(region, inputs, scalars)
-    return _run(region, inputs, scalars)
-
-
-def _run(region, inputs, scalars):
-    env = {operand.name: x for operand, x in zip(region.inputs, inputs)}
-    env.update(zip(region.scalars, scalars))
-    for name, step in _program(region):
-        env[name] = step(env)
-    sizes = broadcast_sizes(region, [x.shape for x in inputs])
-    results, used = [], set()
-    for out in region.outputs:
-        value = env[out.value]
-        strides = dense_strides(sizes, out.order)
-        # An output must be a tensor of its own: not an input, and not the same one twice.
-        fresh = out.value not in used and not any(value is x for x in inputs)
-        if not fresh or value.shape != sizes or value.stride() != strides:
-            laid = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
-            value = laid.copy_(value)
-        used.add(out.value)
-        results.append(value)
-    return tuple(results)
+    return program(region)(*inputs, *scalars)
 
 
 @lru_cache(maxsize=1024)
-def _program(region: NormRegion) -> tuple:
-    """(name, env -> value) per line."""
-    return tuple((line.name, _step(region, line)) for line in region.body)
+def program(region: NormRegion) -> Callable:
+    """The reference as one Python function of the inputs, then the scalars: what `reference` calls, for
+    callers that keep it. Written out as source so that a call costs little more than its torch ops."""
+    names = [x.name for x in region.inputs]
+    scope: dict = {"torch": torch, "layer_norm": F.layer_norm, "rms_norm": F.rms_norm, "REGION": region,
+                   "LANE": (region.lane,), "laid_out": _laid_out,
+                   "broadcast_sizes": broadcast_sizes, **_LANE_FUNCTIONS,
+                   **{word.upper(): dtype for word, dtype in TORCH_DTYPES.items()}}
+    lines = [f"def run({', '.join((*names, *region.scalars))}):"]
+    for line in region.body:
+        lines += [f"    {text}" for text in _statements(region, line, scope)]
+    full = [x.name for x in region.inputs if x.dims == ("*",) * region.outer + (region.lane,)]
+    sizes = f"{full[0]}.shape" if full else \
+        f"broadcast_sizes(REGION, ({' '.join(f'{n}.shape,' for n in names)}))"
+    lines.append(f"    SIZES = {sizes}")
+    used: set[str] = set()
+    for i, out in enumerate(region.outputs):
+        # An output must be a tensor of its own: not an input, and not the same one twice.
+        fresh = out.value not in used and out.value not in names
+        text = f"laid_out({out.value}, SIZES, {out.order}, {fresh})"
+        if fresh and out.order == tuple(range(region.rank)):
+            text = f"{out.value} if {out.value}.is_contiguous() and {out.value}.shape == SIZES else {text}"
+        lines.append(f"    O{i} = {text}")
+        used.add(out.value)
+    lines.append(f"    return {' '.join(f'O{i},' for i in range(len(region.outputs)))}")
+    exec(compile("\n".join(lines), "<ascend_ln_fuse reference>", "exec"), scope)
+    run = scope["run"]
+
+    def reference_of_region(*args):
+        device = args[0].device.type
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return run(*args)
+        return run(*args)
+
+    return reference_of_region
 
 
-def _step(region: NormRegion, line):
-    dtype, args, lane = TORCH_DTYPES[line.dtype], line.args, (region.lane,)
-
-    def get(env, arg):
-        return env[arg] if isinstance(arg, str) else arg
+def _statements(region: NormRegion, line, scope: dict) -> list[str]:
+    """Python source of one line. Names come from the region's grammar, numbers from `repr`."""
+    def word(arg) -> str:
+        return arg if isinstance(arg, str) else _number(arg)
 
     if line.op == "cast":
-        return lambda env: env[args[0]].to(dtype)
-    if line.op == "layer_norm":
-        x, w, b, eps = args
-        return lambda env: F.layer_norm(env[x], lane, get(env, w), get(env, b), get(env, eps))
-    if line.op == "rms_norm":
-        x, w, eps = args
-        return lambda env: F.rms_norm(env[x], lane, get(env, w), get(env, eps))
+        return [f"{line.name} = {line.args[0]}.to({line.dtype.upper()})"]
+    if line.op in NORMS:
+        first, *rest = map(word, line.args)
+        return [f"{line.name} = {line.op}({first}, LANE, {', '.join(rest)})"]
     if line.op in LANE_OPS:
-        rotate = _LANE_FUNCTIONS[line.op]
-        return lambda env: rotate(env[args[0]])
-    fn, tensors_only = torch_function(line.op), line.op in ("maximum", "minimum")
-
-    def pointwise(env):
-        values = [get(env, arg) for arg in args]
+        return [f"{line.name} = {line.op}({word(line.args[0])})"]
+    scope[f"op_{line.op}"] = torch_function(line.op)
+    tensors = region.dtype_of
+    words = list(map(word, line.args))
+    for i, arg in enumerate(line.args):
         # torch.add(1.0, x) and torch.maximum(x, 1.0) are no overloads; there a scalar becomes a 0-dim
         # tensor, which takes part in type promotion like a python number.
-        for i, value in enumerate(values):
-            if not isinstance(value, torch.Tensor) and len(values) == 2 and (i == 0 or tensors_only):
-                other = values[1 - i]
-                values[i] = torch.as_tensor(value, dtype=dtype, device=other.device)
-        result = fn(*values)
-        return result if result.dtype == dtype else result.to(dtype)
+        if len(words) == 2 and arg not in tensors and (i == 0 or line.op in ("maximum", "minimum")):
+            words[i] = (f"torch.as_tensor({words[i]}, dtype={line.dtype.upper()}, "
+                        f"device={words[1 - i]}.device)")
+    dtype = line.dtype.upper()
+    return [f"{line.name} = op_{line.op}({', '.join(words)})",
+            f"if {line.name}.dtype != {dtype}: {line.name} = {line.name}.to({dtype})"]
 
-    return pointwise
+
+def _number(value) -> str:
+    return {"inf": "float('inf')", "-inf": "float('-inf')"}.get(repr(value), repr(value))
+
+
+def _laid_out(value: torch.Tensor, sizes, order: tuple[int, ...], fresh: bool) -> torch.Tensor:
+    """`value` as a dense tensor of `sizes` in `order`, itself where it is one and `fresh`."""
+    sizes = tuple(sizes)
+    if fresh and value.shape == sizes and value.stride() == dense_strides(sizes, order):
+        return value
+    laid = torch.empty_strided(sizes, dense_strides(sizes, order), dtype=value.dtype,
+                               device=value.device)
+    return laid.copy_(value)

@@ -20,7 +20,7 @@ def pattern_name(lens: Lens, norms: tuple[Norm, ...], grown: Grown) -> str:
 
 def _parts(lens, norms, grown, inside) -> tuple[list[str], list[str]]:
     after = _descendants(norms, grown)
-    rotary = _rotary(grown)
+    rotary = _rotary(grown, after)
     path = {norms[0].value}
     above: list[str] = []
     below: list[str] = []
@@ -33,34 +33,38 @@ def _parts(lens, norms, grown, inside) -> tuple[list[str], list[str]]:
     return _squeeze(list(reversed(above))), _squeeze(below)
 
 
-def _rotary(grown) -> set:
-    """The nodes of rotary embeddings: a rotation, and what leads from its source and itself to their sum."""
+def _rotary(grown, after: set) -> set:
+    """The nodes of rotary embeddings: a rotation, the node where it meets the value as it was, and what
+    leads to that on both sides."""
     found: set = set()
     for composite in grown.composites:
         found |= composite.nodes
-        rotated = _below([composite.out], grown)
-        whole = _below([composite.source], grown)
-        plain = _below([user for user in composite.source.users if user not in composite.nodes], grown)
-        meeting = rotated & plain
-        found |= {node for node in whole if node not in meeting and _below([node], grown) & meeting}
-        found |= {node for node in meeting if not set(node.all_input_nodes) & meeting}
+        rotated = _closure([composite.out], after, lambda node: node.users)
+        meeting = min((node for node in rotated if any(
+            arg in after and arg not in rotated for arg in node.all_input_nodes)
+            and node not in composite.nodes), key=lambda node: len(
+                _closure([node], after, lambda n: n.all_input_nodes)), default=None)
+        if meeting is None:
+            continue
+        sides = [_closure([arg], after, lambda node: node.all_input_nodes)
+                 for arg in meeting.all_input_nodes if arg in after]
+        found |= {meeting} | (set.union(*sides) - set.intersection(*sides))
     return found
 
 
-def _below(nodes, grown) -> set:
-    """`nodes` and what of the site follows from them."""
-    found = {node for node in nodes if node in grown.interior}
-    stack = list(found)
+def _closure(nodes, inside: set, step) -> set:
+    """`nodes` and all of `inside` that `step` leads to from them."""
+    found, stack = set(nodes), list(nodes)
     while stack:
-        for user in stack.pop().users:
-            if user in grown.interior and user not in found:
-                found.add(user)
-                stack.append(user)
+        for node in step(stack.pop()):
+            if node in inside and node not in found:
+                found.add(node)
+                stack.append(node)
     return found
 
 
 def _descendants(norms, grown) -> set:
-    return _below([norm.out for norm in norms], grown)
+    return _closure([norm.out for norm in norms], grown.interior, lambda node: node.users)
 
 
 def _word(lens: Lens, node) -> str:

@@ -7,7 +7,9 @@ import threading
 import pytest
 import torch
 from ascend_ln_fuse.kernels import launch
-from ascend_ln_fuse.kernels.launch import Runner, kernel_source, runs_reference
+from ascend_ln_fuse.kernels.call import Call
+from ascend_ln_fuse.kernels.launch import Runner, runs_reference
+from ascend_ln_fuse.kernels.layout import Unsupported
 from ascend_ln_fuse.kernels.reference import reference
 from ascend_ln_fuse.kernels.region import parse
 from ascend_ln_fuse.kernels.targets import cuda, npu
@@ -203,13 +205,24 @@ def test_dynamo_does_not_trace_into_it():
     assert len(run._plans) == 1
 
 
-def test_kernel_source():
+def test_source_of_a_call():
     r = region("layer_norm", 128, "bf16")
-    shapes, strides = [(50, 3, 128), (128,), (128,)], [(1152, 128, 1), (1,), (1,)]
-    text = kernel_source(r, shapes, strides, CPU)
+    shapes, strides = ((50, 3, 128), (128,), (128,)), ((1152, 128, 1), (1,), (1,))
+    text = Call(r, shapes, strides, CPU).source()
     assert r.text in text and "Ascend910B3" in text and "for TILE in range" in text
-    assert kernel_source(r, [(50, 3, 128), (128,), (128,)], [(1152, 128, 2), (1,), (1,)], CPU) is None
-    assert kernel_source(r, [(0, 3, 128), (128,), (128,)], strides, CPU) is None
+    assert Call(r, shapes, ((1152, 128, 2), (1,), (1,)), CPU).source() is None
+    assert Call(r, ((0, 3, 128), (128,), (128,)), strides, CPU).source() is None
+
+
+def test_candidates_of_a_call():
+    r = region("layer_norm", 128, "bf16")
+    call = Call(r, ((50_000, 3, 128), (128,), (128,)), ((1152, 128, 1), (1,), (1,)), CPU)
+    found = list(call.candidates("Ascend910B3"))
+    assert found[0].kernel == call.kernel() and call.kernel("Ascend910B1").name != call.kernel().name
+    assert [x.kernel.tile.rows for x in found[:3]] == [96, 48, 24]
+    assert not list(Call(r, ((0, 3, 128), (128,), (128,)), call.strides, CPU).candidates())
+    with pytest.raises(Unsupported, match="lane stride"):
+        list(Call(r, call.shapes, ((1152, 128, 2), (1,), (1,)), CPU).candidates())
 
 
 class _FakeKernel:
@@ -277,6 +290,7 @@ import os, builtins, inspect, torch
 os.environ["{launch.INTERPRET}"] = "1"
 from ascend_ln_fuse.kernels.launch import Runner
 from ascend_ln_fuse.kernels import launch
+from ascend_ln_fuse.kernels.call import Call
 from ascend_ln_fuse.kernels.region import parse
 r = parse("space [*, 8]\\nin x: f32[*, 8]\\ny: f32 = rms_norm(x, none, 1e-06)\\nout y: f32 order(0, 1)")
 run = Runner(r)
