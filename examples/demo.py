@@ -150,7 +150,7 @@ def show(title: str, build, device: torch.device) -> bool:
 
 
 def show_kernel(site, device: torch.device) -> None:
-    source = site.source() if site.source else None
+    source = site.call.source() if site.call else None
     if source:
         where = "an Ascend 910B3 would run (generated here, not run)" if device.type == "cpu" else "ran"
         console.print()

@@ -54,6 +54,12 @@ def hint(size, default: int = 1) -> int:
     return int(value) if value is not None else default
 
 
+def static_size(size) -> int | None:
+    """The int that `size` is at every size the graph may meet; None where it may vary."""
+    value = hint(size)
+    return value if same(size, value) else None
+
+
 class Lens:
     """One graph, read once. Positions are those of the graph at construction.
 

@@ -106,7 +106,7 @@ class FusionReport:
         """The report in one line."""
         graph = f"graph {self.graph_index}"
         if self.name and self.name != graph:
-            graph += f" of {_visible(self.name)}"
+            graph += f" of {visible(self.name)}"
         start = f"ascend_ln_fuse: {graph}: "
         took = f" ({self.seconds * 1e3:.1f} ms)"
         if self.error is not None:
@@ -158,7 +158,7 @@ _INDEX = re.compile(r"(?<![^.\[])\d+(?![^.\],])")
 _Row = tuple[str, list[SiteReport]]
 
 
-def _rows(sites: Sequence[SiteReport]) -> list[_Row]:
+def grouped(sites: Sequence[SiteReport]) -> list[_Row]:
     """Sites that read the same but for layer indices are one row. Fused first, then graph order."""
     shown = [f.name for f in fields(SiteReport) if f.name not in ("where", "node", "kernel", "call")]
     groups: dict[tuple, list[SiteReport]] = {}
@@ -200,7 +200,7 @@ def _span(numbers: list[str]) -> str:
 # -- words and numbers
 
 
-def _visible(text: str, keep: str = "") -> str:
+def visible(text: str, keep: str = "") -> str:
     r"""`text` with whatever would move the cursor or hide itself spelled out: ESC is \x1b."""
     return "".join(
         c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii")
@@ -210,19 +210,19 @@ def _visible(text: str, keep: str = "") -> str:
 
 def _block(text: str) -> str:
     """A text of several lines (region, kernel source, error), made visible line by line."""
-    return _visible(text.expandtabs(4).strip("\n"), keep="\n")
+    return visible(text.expandtabs(4).strip("\n"), keep="\n")
 
 
 def _names(kernels: Sequence[str], mark: str = "") -> list[str]:
     """("mul", "mul", "add") is ["mul x2", "add"]."""
     counts = Counter(kernels).items()
-    return [_visible(name) + mark + (f"{_GLUE}x{n}" if n > 1 else "") for name, n in counts]
+    return [visible(name) + mark + (f"{_GLUE}x{n}" if n > 1 else "") for name, n in counts]
 
 
 _GLUE = "\ue000"  # becomes a blank after wrapping: rich breaks lines even at a no-break space
 
 
-def _traffic(before: int | None, after: int | None) -> str:
+def traffic(before: int | None, after: int | None) -> str:
     """Before and after in one unit, that of the larger: "40.0 -> 20.0 MiB"."""
     known = [n for n in (before, after) if n is not None]
     if not known:
@@ -264,7 +264,7 @@ def render(
     if report.error is not None:
         console.print(Padding(Text(_block(report.error), "red", overflow="fold"), (0, 0, 0, 2)))
     elif report.sites:
-        rows = _rows(report.sites)
+        rows = grouped(report.sites)
         console.print(_table(rows))
         for line in _footnotes(report):
             console.print(Text(line, "dim", overflow="fold"))
@@ -289,32 +289,32 @@ def _table(rows: list[_Row]) -> Any:
     for where, sites in rows:
         site = sites[0]
         mark = Text("✓", "green") if site.status == FUSED else Text("✗", "yellow")
-        title = Text(_visible(where or site.node), overflow="fold")
+        title = Text(visible(where or site.node), overflow="fold")
         if len(sites) > 1:
             title.append(f"  x{len(sites)}", style="bold")
         lines = [Text(line, "dim", overflow="fold") for line in _details(site)]
-        traffic = _traffic(site.bytes_before, site.bytes_after)
-        if traffic:
+        moved = traffic(site.bytes_before, site.bytes_after)
+        if moved:
             about = "~" if site.symbolic else ""
-            traffic = f"{about}{traffic}\n{_ratio(site.bytes_before, site.bytes_after)}"
+            moved = f"{about}{moved}\n{_ratio(site.bytes_before, site.bytes_after)}"
         details = [Padding(line, (0, 0, 0, 2)) for line in lines]
-        table.add_row(mark, Group(title, *details), Text(traffic))
+        table.add_row(mark, Group(title, *details), Text(moved))
     return table
 
 
 def _details(site: SiteReport) -> list[str]:
     """The lines under a site's name."""
-    pattern = _visible(site.pattern)
+    pattern = visible(site.pattern)
     hidden = _names(site.hidden_kernels, "*")
     if site.status == FUSED:
         gone = ", ".join(_names(site.kernels_removed) + hidden)
         lines = [f"{pattern} replaces {gone}" if gone else pattern]
     else:
-        at = f" (node {_visible(site.node)})" if site.node else ""
-        lines = [f"{pattern}: {_visible(site.reason) or 'no reason given'}{at}"]
+        at = f" (node {visible(site.node)})" if site.node else ""
+        lines = [f"{pattern}: {visible(site.reason) or 'no reason given'}{at}"]
         if hidden:
             lines.append(f"still launches {', '.join(hidden)}")
-    return [*lines, _visible(site.note)] if site.note else lines
+    return [*lines, visible(site.note)] if site.note else lines
 
 
 def _footnotes(report: FusionReport) -> list[str]:
@@ -323,7 +323,7 @@ def _footnotes(report: FusionReport) -> list[str]:
     pairs = [pair for pair in pairs if None not in pair]
     if len(pairs) > 1:
         before, after = (sum(column) for column in zip(*pairs, strict=True))
-        total = filter(None, (_traffic(before, after), _ratio(before, after)))
+        total = filter(None, (traffic(before, after), _ratio(before, after)))
         lines.append(f"all fused sites: {', '.join(total)}")
     if any(site.hidden_kernels for site in report.sites):
         lines.append("* launched unseen on Ascend: predicted from CANN's sources, not measured")
@@ -341,8 +341,8 @@ def _listing(rows: list[_Row]) -> list[str]:
         if site.status != FUSED or key in seen:
             continue
         seen.add(key)
-        device = f" on {_visible(site.device)}" if site.device else ""
-        lines += ["", f"{_visible(where)}: {_visible(site.pattern)}{device}"]
+        device = f" on {visible(site.device)}" if site.device else ""
+        lines += ["", f"{visible(where)}: {visible(site.pattern)}{device}"]
         try:
             kernel = site.call.source() if site.call else None
         except Exception as error:  # the rest of the report is still worth reading

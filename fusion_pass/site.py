@@ -21,6 +21,10 @@ from .kernels.region import Line, NormRegion, Operand, Output, dense_strides
 from .kinds import REGROUPING_VIEWS, STRIDE_FREE_VIEWS
 
 
+#: what a node must yield to be a run-time scalar of a region
+NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
+
+
 class Decline(Exception):
     """Why a site cannot be fused, and the node that caused it."""
 
@@ -232,6 +236,8 @@ class Assembler:
                 if fake.dim() > 1 or not self._below(node):
                     raise Decline("a view is taken of a broadcast operand", arg)
                 return self.emit(arg)
+            if not isinstance(value_of(arg), NUMBERS):
+                raise Decline("an operand is no tensor", arg)
             return self.scalar(arg)
         if isinstance(arg, bool) or not isinstance(arg, (int, float)):
             raise Decline(f"argument {arg!r} is no number", node)

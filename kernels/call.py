@@ -22,27 +22,31 @@ DEFAULT_SOC = "Ascend910B3"
 
 @dataclass(frozen=True)
 class Call:
-    """A region with the shapes and strides (in elements) of its inputs, in its order, and their device."""
+    """A region with the shapes and strides (in elements) of its inputs, in its order, and their device.
+
+    soc: the NPU's, where the device is not to be asked for it.
+    """
 
     region: NormRegion
     shapes: tuple[tuple[int, ...], ...]
     strides: tuple[tuple[int, ...], ...]
     device: torch.device
+    soc: str | None = None
 
-    def target(self, soc: str | None = None) -> Target:
+    def target(self) -> Target:
         """The rules for `soc`, else for the device; where that cannot be asked, for DEFAULT_SOC."""
-        if soc is None and not runs_reference(self.device):
+        if self.soc is None and not runs_reference(self.device):
             try:
                 return target_for(self.device)
             except ImportError:  # a device named npu without torch_npu: only its name is real
                 pass
-        return describe(soc or DEFAULT_SOC)
+        return describe(self.soc or DEFAULT_SOC)
 
     def walk(self, target: Target) -> Layout:
         """How a kernel for `target` walks the call. Unsupported where none can."""
         return layout(self.region, self.shapes, self.strides, target.units)
 
-    def candidates(self, soc: str = DEFAULT_SOC) -> Iterator[Offline]:
+    def candidates(self, soc: str) -> Iterator[Offline]:
         """The kernels for an NPU of that SoC, best first: the next is used where a compiler runs out of
         memory on one. None for a call without elements. Unsupported where no kernel serves it."""
         target = describe(soc)
@@ -54,10 +58,10 @@ class Call:
             yield Offline(generate(self.region, walk.structure, tile, target), grid, walk, integers,
                           self.region)
 
-    def kernel(self, soc: str | None = None) -> KernelSource | None:
+    def kernel(self) -> KernelSource | None:
         """The kernel that is tried first; None where the reference runs instead."""
         try:
-            target = self.target(soc)
+            target = self.target()
             walk = self.walk(target)
             if 0 in walk.space:
                 return None

@@ -15,7 +15,7 @@ from ..effects import value_of
 from ..graph import Lens, same, same_shape
 from ..kernels.reference import DTYPE_WORDS
 from ..kinds import REGROUPING_VIEWS, STRIDE_FREE_VIEWS
-from ..site import Composite, Decline, Norm, pointwise_args, pointwise_word
+from ..site import NUMBERS, Composite, Decline, Norm, pointwise_args, pointwise_word
 from .rotary import ELEMENTWISE, rotations
 
 #: full-size operands that one kernel may read: more would not fit on chip together
@@ -97,11 +97,21 @@ class Grower:
                     self._up(vector)
         outputs = list(dict.fromkeys(norm.out for norm in self.norms))
         outputs = [leaf for out in outputs for leaf in self._down(out)]
-        for cast, value in self.templates.items():
-            if cast not in self.interior and value in self.interior and value not in outputs:
-                raise Decline("a value inside gives its dtype to a cast outside", cast)
+        self._close_templates(outputs)
         return Grown(frozenset(self.interior), (*outputs, *self.stored), self.regroup,
                      tuple(self.composites))
+
+    def _close_templates(self, outputs: list[Node]) -> None:
+        for cast, value in self.templates.items():
+            if cast in self.interior or value not in self.interior or value in outputs:
+                continue
+            source = cast.args[0]
+            if source not in outputs or len(source.users) > 1 or not self.lens.is_identity(cast) or \
+                    not self._mine(cast):
+                raise Decline("a value inside gives its dtype to a cast outside", cast)
+            # `.type_as(x)` at the end of fp32: nothing is cast, but x is read
+            self.interior.add(cast)
+            outputs[outputs.index(source)] = cast
 
     # Upwards
 
@@ -238,7 +248,7 @@ class Grower:
             value = value_of(arg)
             fake = lens.tensor(arg)
             if fake is None:
-                if isinstance(value, (tuple, list)) or value is None:
+                if not isinstance(value, NUMBERS):
                     return False
                 continue
             if fake.dtype not in DTYPE_WORDS or fake.device != self.device:

@@ -424,14 +424,11 @@ class _Matcher:
         return self._through(node, arg)
 
     def _normal_shape(self, stat: _Stat) -> tuple[int, ...]:
-        shape = []
-        for dim in stat.dims:
-            size = self.lens.tensor(stat.of).shape[dim]
-            value = size if isinstance(size, int) else hint(size)
-            if not same(size, value):
-                raise Decline("the normalised size is symbolic", self.out)
-            shape.append(value)
-        return tuple(shape)
+        fake = self.lens.tensor(stat.of)
+        shape = tuple(static_size(fake.shape[dim]) for dim in stat.dims)
+        if None in shape:
+            raise Decline("the normalised size is symbolic", self.out)
+        return shape
 
 
 def lens_rank(lens: Lens, node: Node) -> int:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from ..graph import Lens, same_shape
+from ..effects import value_of
+from ..graph import Lens, same_shape, static_size
 from ..site import Decline, Norm
 
 #: parameter names by position, for calls by keyword
@@ -32,19 +33,19 @@ def _norm(lens: Lens, node: Node, word: str) -> Norm:
     names = _PARAMETERS[word]
     bound = dict(zip(names, node.args)) | dict(node.kwargs)
     value, weight, bias = bound["input"], bound.get("weight"), bound.get("bias")
-    shape = tuple(bound["normalized_shape"])
-    if not all(isinstance(size, int) for size in shape):
-        raise Decline("the normalised size is symbolic", node)
+    shape = _static_shape(bound["normalized_shape"], node)
     fake, out, interior = lens.tensor(value), node, {node}
     if fake is None:
         raise Decline("the input is no plain tensor", node)
     if lens.tensor(node) is None:
         # native_layer_norm and _fused_rms_norm yield (out, statistics...).
-        parts = {user.args[1]: user for user in node.users}
-        if set(parts) != {0}:
+        parts = [user for user in node.users if lens.kind(user) == "getitem"]
+        outs = [part for part in parts if part.args[1] == 0]
+        if len(outs) != 1 or len(parts) != len(node.users) or \
+                any(part.users for part in parts if part is not outs[0]):
             raise Decline("the statistics are read too", node)
-        out = parts[0]
-        interior.add(out)
+        out = outs[0]
+        interior.update(parts)
     result = lens.tensor(out)
     if not same_shape(fake.shape[-len(shape):], shape):
         raise Decline(f"the normalised shape {shape} is not the input's", node)
@@ -60,6 +61,16 @@ def _norm(lens: Lens, node: Node, word: str) -> Norm:
         wide = torch.float64 if fake.dtype == torch.float64 else torch.float32
         eps = torch.finfo(wide).eps
     return Norm(word, value, weight, bias, eps, shape, out, frozenset(interior), result.dtype, word)
+
+
+def _static_shape(shape, node: Node) -> tuple[int, ...]:
+    """The normalised sizes as ints: `x.shape[-1:]` and `(x.size(-1),)` are nodes under dynamic=True."""
+    value = value_of(shape) if isinstance(shape, Node) else shape
+    sizes = value if isinstance(value, (tuple, list)) else (value,)
+    static = tuple(static_size(value_of(n) if isinstance(n, Node) else n) for n in sizes)
+    if None in static:
+        raise Decline("the normalised size is symbolic", node)
+    return static
 
 
 def _check_mixed(fake, vectors, word: str, node: Node) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Collection
 from torch.fx import Node
 
 from ..graph import Lens, same, same_shape
+from ..kinds import base_name
 from ..kernels.region import dense_strides
 from ..site import Composite
 
@@ -75,6 +76,8 @@ def _rotation(lens: Lens, source: Node, roots: set[Node], end: Node) -> Composit
     if not _lies(lens, first, full, 0, step) or not _lies(lens, second, full, apart, step):
         return None
     nodes.update([out], *views)
+    # `.reshape(x.shape)` of dynamic sizes
+    nodes.update(arg for arg in out.all_input_nodes if base_name(arg) == "size" and arg.args[0] in roots)
     yielded = (lens.tensor(negated), lens.tensor(end), lens.tensor(out))
     if any(fake is None or fake.dtype != full.dtype for fake in yielded) or \
             not same_shape(yielded[-1].shape, full.shape):

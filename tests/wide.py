@@ -4,11 +4,10 @@ import copy
 from collections.abc import Sequence
 
 import torch
+from ascend_ln_fuse import FusionReport, last_reports
 from checks import assert_within_bound, fresh, tensors
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
-
-from ascend_ln_fuse import FusionReport, last_reports
 
 
 class Wide(TorchFunctionMode):

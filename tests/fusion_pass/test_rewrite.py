@@ -245,7 +245,7 @@ def test_random_programs(part):
         for a, b in zip(ours, eager):
             assert a.stride() == b.stride(), source
             torch.testing.assert_close(a, b, rtol=2e-2 if low else 1e-4, atol=2e-2 if low else 1e-5,
-                                       equal_nan=True, msg=lambda text: f"{source}\n{text}")
+                                       equal_nan=True, msg=lambda text, source=source: f"{source}\n{text}")
     assert sum(r.fused for r in last_reports()) > 3
 
 

@@ -109,7 +109,8 @@ def test_two_modulates_of_one_norm():
 
 
 @pytest.mark.parametrize("scale", [
-    lambda n, s: n * (1 + s[:, None]), lambda n, s: n * (s[:, None] + 1), lambda n, s: (1 + s).unsqueeze(1) * n,
+    lambda n, s: n * (1 + s[:, None]), lambda n, s: n * (s[:, None] + 1),
+    lambda n, s: (1 + s).unsqueeze(1) * n,
     lambda n, s: torch.mul(n, 1 + s.unsqueeze(1)), lambda n, s: n * (1 + s.view(BATCH, 1, D)),
     pytest.param(lambda n, s: n + n * s[:, None], marks=pytest.mark.xfail(reason="diamonds below a norm")),
 ])

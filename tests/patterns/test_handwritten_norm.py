@@ -122,7 +122,8 @@ def _renamed(line, names):
 def test_two_norms_of_one_eps_and_of_two():
     def both(m, x):
         y = x * m.weight
-        return y * torch.rsqrt(ms(y) + m.eps), y * torch.rsqrt(ms(y) + 0.5), x * torch.rsqrt(ms(x) + m.eps)
+        return tuple(y * torch.rsqrt(ms(y) + eps) for eps in (m.eps, 0.5)) + \
+            (x * torch.rsqrt(ms(x) + m.eps),)
 
     check_wide(Norm(both, torch.float32), torch.randn(3, 5, D), fused=3, dynamic=True)
 
@@ -191,7 +192,8 @@ def test_memory_written_beside_a_norm(function):
 
 
 def test_value_written_between_statistics_and_product():
-    check_wide(Left(view_of_value_written_between), torch.randn(3, 5, D), fused=0, declined=("must run between",))
+    check_wide(Left(view_of_value_written_between), torch.randn(3, 5, D), fused=0,
+               declined=("must run between",))
 
 
 def test_centred_value_read_elsewhere_is_declined_by_name():

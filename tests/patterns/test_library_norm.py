@@ -294,3 +294,29 @@ def test_swin_windows_are_fused():
         return x.reshape(-1, 4, 16)
 
     check(Norm(windows), torch.randn(2, 4 * 2 * 3 * 2 * 16), fused=1)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("shape", [lambda x: x.shape[-1:], lambda x: (x.size(-1),),
+                                   lambda x: [x.shape[-1]]], ids=["slice", "size", "list"])
+def test_normalised_shape_taken_from_the_input(shape, dynamic):
+    """Under dynamic=True these are nodes; weights of a fixed size make them constant."""
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(16))
+
+        def forward(self, x):
+            x = x * self.weight
+            return F.layer_norm(x, shape(x), self.weight)
+
+    check(Model(), torch.randn(4, 3, 16), fused=1, dynamic=dynamic)
+
+    class Symbolic(nn.Module):
+        def forward(self, x):
+            return F.layer_norm(x, shape(x))
+
+    fused = 0 if dynamic else 1
+    report = check(Symbolic(), torch.randn(4, 3, 16), fused=fused, declined=1 - fused,
+                   dynamic=dynamic)
+    assert dynamic == ("symbolic" in report.sites[0].reason)

@@ -1,0 +1,230 @@
+"""The command `ascend-ln-fuse`: explain and check a model without an NPU, read a profile of one.
+
+Results go to stdout, as tables or with --json; progress and whatever the user's code prints go to
+stderr. Exit codes: 0; 1 when a check fails; 2 when what was asked cannot be done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from . import __version__
+
+TARGET_HELP = """FILE:FUNCTION names a function in a Python file. It takes no arguments and returns
+(model, inputs): a torch.nn.Module (or a function), and a tensor, a tuple of positional arguments or a
+dict of keyword arguments for one call. It runs on the CPU as it is written, but no parameter keeps its
+memory: a model of any size will do. Do not load weights in it. For example:
+
+\b
+    def build():
+        config = transformers.Qwen3Config()
+        model = transformers.Qwen3Model(config).bfloat16().eval()
+        return model, {"input_ids": torch.zeros(1, 4096, dtype=torch.int64)}
+"""
+
+
+class Failure(click.ClickException):
+    """What was asked cannot be done."""
+
+    exit_code = 2
+
+
+class _Commands(click.Group):
+    """A group whose errors are one line, or a traceback with --traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (click.ClickException, click.Abort, click.exceptions.Exit, SystemExit):
+            raise
+        except Exception as error:
+            if ctx.params.get("traceback") or not _expected(error):
+                raise
+            raise Failure(str(error)) from error
+
+
+def _expected(error: Exception) -> bool:
+    from .kernels.ascend.tools import MissingTool
+    from .loading import LoadError
+    from .profile import ProfileError
+    from .trace import TraceError
+
+    return isinstance(error, (LoadError, TraceError, ProfileError, MissingTool, OSError))
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--traceback", is_flag=True, help="Show where an error comes from.")
+@click.version_option(__version__, prog_name="ascend-ln-fuse")
+def main(traceback: bool) -> None:
+    """What ascend_ln_fuse does to a model on an Ascend NPU, seen without one.
+
+    Nothing here measures or predicts a time.
+    """
+
+
+def _soc(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    from .kernels.ascend.toolchain import resolve_soc
+
+    try:
+        return resolve_soc(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+_soc_option = click.option(
+    "--soc", default="Ascend910B3", show_default=True, callback=_soc, metavar="NAME",
+    help="The NPU: Ascend910B1 to B4, Ascend910_93xx, Ascend950PR_xxxx, or A2, A3, A5.")
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+_grad_option = click.option("--grad", is_flag=True, help="Trace with gradients on, as in training.")
+
+
+@main.command(epilog=TARGET_HELP)
+@click.argument("target", metavar="FILE:FUNCTION")
+@_soc_option
+@click.option("--full", is_flag=True, help="Add the region and the kernel source of each site.")
+@_grad_option
+@_json_option
+def explain(target: str, soc: str, full: bool, grad: bool, as_json: bool) -> None:
+    """Say what the backend would fuse in a model, and why not the rest.
+
+    Traces the model with fake tensors on a fake device "npu": no NPU, no weights, no compilers.
+    The hidden kernels in the report are predictions from the sources of one CANN release.
+    """
+    from .screens import show_reports
+
+    reports = _reports(target, soc, grad)
+    if as_json:
+        _print_json({"target": target, "soc": soc, "reports": [r.to_dict() for r in reports]})
+    else:
+        show_reports(reports, full)
+
+
+@main.command(epilog=TARGET_HELP)
+@click.argument("target", metavar="FILE:FUNCTION")
+@_soc_option
+@click.option("--verify", is_flag=True,
+              help="Run each compiled kernel in an interpreter on small ragged inputs, and compare with "
+                   "PyTorch in float64 (A2 and A3).")
+@click.option("--jobs", type=click.IntRange(1), default=os.cpu_count() or 1, show_default=True,
+              help="Compilations at a time.")
+@_grad_option
+@_json_option
+def check(target: str, soc: str, verify: bool, jobs: int, grad: bool, as_json: bool) -> None:
+    """Compile every kernel that a model would launch, with the official compilers.
+
+    Needs triton-ascend and ascendnpu-ir from PyPI (pip install 'ascend-ln-fuse[ascend-check]'); no NPU and
+    no CANN. Exit code 1 if a kernel does not compile, is known to be miscompiled, or computes something
+    else than PyTorch.
+    """
+    from .kernels.ascend.evidence import can_run, check_calls
+    from .screens import show_evidence
+
+    if verify and not can_run(soc):
+        raise Failure(f"--verify: the interpreter knows A2 and A3, not {soc}")
+    reports = _reports(target, soc, grad)
+    # Norms that share a launch share the call.
+    calls = {id(site.call): site.call for r in reports if r.error is None
+             for site in r.sites if site.call is not None}
+    with _progress("compiling") as step:
+        found = check_calls(list(calls.values()), soc, verify, jobs, step)
+    failed = any(evidence.failed for evidence in found) or any(r.error for r in reports)
+    if as_json:
+        _print_json({"target": target, "soc": soc, "tools": _tools(), "failed": failed,
+                     "kernels": [evidence.to_dict() for evidence in found],
+                     "reports": [report.to_dict() for report in reports]})
+    else:
+        show_evidence(found, reports, soc, _tools())
+    sys.exit(int(failed))
+
+
+@main.command()
+@click.argument("path", type=click.Path(path_type=Path), metavar="CSV")
+@click.option("--report", "report_path", type=click.Path(path_type=Path), metavar="JSON",
+              help="Also say whether each fused kernel of this report was launched.")
+@_json_option
+def profile(path: Path, report_path: Path | None, as_json: bool) -> None:
+    """Count the hidden kernels of a profile of an NPU, norm by norm.
+
+    CSV is kernel_details.csv of torch_npu.profiler, op_summary_*.csv of msprof, or a folder that holds one of
+    them. JSON is a FusionReport: write ascend_ln_fuse.last_reports()[-1].to_json() to a file in the run that
+    you profile, or take the output of `ascend-ln-fuse explain --json` for the same inputs and SoC.
+    Exit code 1 if a fused kernel of the report was not launched.
+    """
+    from .profile import read_profile, read_reports
+    from .screens import show_profile
+
+    found = read_profile(path)
+    sites = found.sites(read_reports(report_path)) if report_path else None
+    if as_json:
+        _print_json({**found.to_dict(),
+                     "sites": None if sites is None else [site.to_dict() for site in sites]})
+    else:
+        show_profile(found, sites)
+    sys.exit(int(any(not site.launches for site in sites or ())))
+
+
+# -- shared
+
+
+def _reports(target: str, soc: str, grad: bool) -> list:
+    """The reports of the model that `target` names, for kernels of `soc`."""
+    from .loading import load_example
+    from .trace import ensure_npu, trace
+
+    with contextlib.redirect_stdout(sys.stderr), _progress("tracing") as step:
+        ensure_npu()
+        example = load_example(target)
+        graphs = 0
+
+        def count(report) -> None:
+            nonlocal graphs
+            graphs += 1
+            step(graphs, None)
+
+        reports = trace(example, grad=grad, progress=count)
+    return [replace(report, sites=tuple(
+        replace(site, call=calls.setdefault(id(site.call), replace(site.call, soc=soc)))
+        if site.call is not None else site for site in report.sites))
+        for report in reports for calls in ({},)]
+
+
+@contextlib.contextmanager
+def _progress(word: str) -> Iterator[Callable[[int, int | None], None]]:
+    """A line on stderr while the body runs, where that is a terminal; the body calls what it is given
+    with (done, of how many)."""
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(file=sys.stderr)
+    with Progress(SpinnerColumn(), TextColumn(word), MofNCompleteColumn(), TimeElapsedColumn(),
+                  console=console, transient=True, disable=not console.is_terminal,
+                  redirect_stdout=False, redirect_stderr=False) as bar:
+        task = bar.add_task(word, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _tools() -> dict[str, str]:
+    """Package -> version, of the compilers."""
+    found = {}
+    for name in ("triton-ascend", "ascendnpu-ir"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _print_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=2, allow_nan=False))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""What a profile of an NPU says about the norms: hidden kernels, and whether the fused kernels ran.
+
+Reads `kernel_details.csv` of torch_npu.profiler and `op_summary_*.csv` of msprof. Nothing here knows a
+time: it counts launches.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .report import FUSED, FusionReport
+
+#: A profile shows this many characters of a Triton kernel's name, the last ones.
+NAME_LENGTH = 49
+
+_FILES = ("kernel_details*.csv", "op_summary*.csv")
+#: Meaning -> names of the column, in files of torch_npu and of msprof.
+_COLUMNS = {
+    "name": ("name", "op name", "kernel name"),
+    "type": ("type", "op type", "kernel type"),
+    "shapes": ("input shapes", "input shape"),
+    "start": ("start time(us)", "task start time(us)", "start time", "task start time"),
+    "stream": ("stream id", "stream_id"),
+}
+_API = re.compile(r"(aclnn\w*?)_(\w+?)(?:AiCore|AiCpu|AICORE|AI_CORE)?_(\w+)\Z")
+_NORM = re.compile(r"(Layer|Rms|Group|Batch|Instance)Norm", re.IGNORECASE)
+#: Under these a copy may be one that the model asked for: `.contiguous()`, `.to()`.
+_USERS = ("aclnnInplaceCopy", "aclnnContiguous", "aclnnCast")
+OURS = "aln_"
+
+
+class ProfileError(Exception):
+    """A file is no profile; the message says what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A row of a profile: the kernel's name and type as written there, "" where a column is missing."""
+
+    name: str
+    type: str
+    shapes: str = ""
+    stream: str = ""
+
+    @property
+    def api(self) -> str:
+        """`aclnnLayerNorm` of `aclnnLayerNorm_SliceAiCore_Slice`; "" for other names."""
+        match = _API.match(self.name)
+        return match[1] if match else ""
+
+    @property
+    def kernel(self) -> str:
+        """What the kernel does: `Slice`, `LayerNormV3`."""
+        match = _API.match(self.name)
+        return self.type or (match[3] if match else self.name)
+
+
+@dataclass
+class NormLaunches:
+    """Norm kernels of one API, type and input shapes, and what was launched around them."""
+
+    api: str
+    kernel: str
+    shapes: str
+    launches: int = 0
+    hidden: Counter = field(default_factory=Counter)  # kernel type -> launches
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"api": self.api, "kernel": self.kernel, "shapes": self.shapes,
+                "launches": self.launches, "hidden": dict(self.hidden)}
+
+
+@dataclass(frozen=True)
+class FusedSite:
+    """A fused site of a report, and how often a profile has its kernel."""
+
+    where: str
+    kernel: str
+    launches: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"where": self.where, "kernel": self.kernel, "launches": self.launches}
+
+
+@dataclass(frozen=True)
+class Profile:
+    """rows: launches read.  norms: see NormLaunches.  stray: hidden kernels of a norm's API that
+    stand by no norm.  copies: kernels that may be the model's own copies and casts.
+    ours: generated kernel -> launches."""
+
+    rows: int
+    norms: list[NormLaunches]
+    stray: Counter
+    copies: Counter
+    ours: Counter
+
+    @property
+    def hidden(self) -> int:
+        return sum(sum(norm.hidden.values()) for norm in self.norms) + self.stray.total()
+
+    def sites(self, reports: Sequence[FusionReport]) -> list[FusedSite]:
+        """Each fused site of the reports, in order, with the launches of its kernel. Sites that share a
+        launch share the count."""
+        return [FusedSite(site.where, name := site.kernel_name(), self.launches(name))
+                for report in reports if report.error is None
+                for site in report.sites if site.status == FUSED]
+
+    def launches(self, kernel: str) -> int:
+        """How often a kernel of this name was launched."""
+        tail = kernel[-NAME_LENGTH:]
+        return sum(n for name, n in self.ours.items() if tail and tail in name)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"rows": self.rows, "hidden": self.hidden, "norms": [n.to_dict() for n in self.norms],
+                "stray": dict(self.stray), "copies": dict(self.copies), "ours": dict(self.ours)}
+
+
+# -- counting
+
+
+def analyse(launches: Iterable[Launch]) -> Profile:
+    """Count the norms, and the hidden kernels of each. `launches` in the order of their start.
+
+    A kernel under a norm's API that is no norm is hidden. Casts come behind the norm whose statistics
+    they convert; everything else stands in front of the norm that needs it.
+    """
+    norms: dict[tuple, NormLaunches] = {}
+    last: dict[tuple, NormLaunches] = {}  # (API, stream) -> the last norm
+    waiting: dict[tuple, Counter] = {}  # (API, stream) -> hidden kernels in front of the next norm
+    copies, ours, rows = Counter(), Counter(), 0
+    for launch in launches:
+        rows += 1
+        api, kernel, place = launch.api, launch.kernel, (launch.api, launch.stream)
+        if OURS in launch.name:
+            ours[launch.name] += 1
+        elif _NORM.search(kernel) and not launch.name.startswith(_USERS):
+            key = (api, kernel, launch.shapes)
+            norm = last[place] = norms.setdefault(key, NormLaunches(*key))
+            norm.launches += 1
+            norm.hidden += waiting.pop(place, Counter())
+        elif _NORM.search(api):
+            if kernel == "Cast" and place in last and place not in waiting:
+                last[place].hidden[kernel] += 1
+            else:
+                waiting.setdefault(place, Counter())[kernel] += 1
+        elif api in _USERS:
+            copies[kernel] += 1
+    stray = sum(waiting.values(), Counter())
+    ordered = sorted(norms.values(), key=lambda n: (-n.hidden.total(), -n.launches, n.api, n.shapes))
+    return Profile(rows, ordered, stray, copies, ours)
+
+
+# -- reading
+
+
+def read_profile(path: Path) -> Profile:
+    """The profile in a CSV file, or in the only one below a folder (as the profilers leave it).
+
+    Raises:
+        ProfileError: nothing is there, several are, or the file is no profile.
+    """
+    return analyse(read_launches(_find(Path(path))))
+
+
+def _find(path: Path) -> Path:
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise ProfileError(f"no such file: {path}")
+    found = sorted(p for pattern in _FILES for p in path.rglob(pattern))
+    if not found:
+        raise ProfileError(f"no {' or '.join(_FILES)} below {path}")
+    if len(found) > 1:
+        listed = "\n  ".join(map(str, found))
+        raise ProfileError(f"{len(found)} profiles below {path}; name one of them:\n  {listed}")
+    return found[0]
+
+
+def read_launches(path: Path) -> list[Launch]:
+    """The rows of a profile in the order of their start, or of the file where that has no start times.
+
+    Raises:
+        ProfileError: it is not readable as UTF-8 or GBK, or has no column with kernel names.
+    """
+    rows = csv.reader(io.StringIO(_text(path), newline=""))
+    header: list[str] | None = None
+    found: list[tuple[float, Launch]] = []
+    for row in rows:
+        cells = [cell.strip() for cell in row]  # msprof puts tabs behind long numbers
+        if header is None:
+            if any(cells):
+                header = [cell.lower() for cell in cells]
+                places = {key: next((header.index(n) for n in names if n in header), None)
+                          for key, names in _COLUMNS.items()}
+                if places["name"] is None:
+                    raise ProfileError(
+                        f"{path} has no column {' or '.join(map(repr, ('Name', 'Op Name')))}; it has "
+                        f"{', '.join(cells[:12])}{', ...' if len(cells) > 12 else ''}")
+            continue
+        if not any(cells):
+            continue
+
+        def cell(key: str, cells=cells) -> str:
+            place = places[key]
+            text = cells[place] if place is not None and place < len(cells) else ""
+            return "" if text in ("N/A", "NA") else text
+
+        if cell("name"):
+            launch = Launch(cell("name"), cell("type"), cell("shapes").strip('"'), cell("stream"))
+            found.append((_number(cell("start")), launch))
+    if header is None:
+        raise ProfileError(f"{path} is empty")
+    found.sort(key=lambda pair: pair[0])
+    return [launch for _, launch in found]
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
+
+
+def _text(path: Path) -> str:
+    data = path.read_bytes()
+    if b"\0" in data[:4096]:
+        raise ProfileError(f"{path} is not a text file")
+    for encoding in ("utf-8-sig", "gb18030"):
+        try:
+            return data.decode(encoding)
+        except UnicodeDecodeError:
+            continue
+    raise ProfileError(f"{path} is neither UTF-8 nor GBK")
+
+
+def read_reports(path: Path) -> list[FusionReport]:
+    """FusionReports from JSON: one (`FusionReport.to_json`), a list of them, or what
+    `ascend-ln-fuse explain --json` prints.
+
+    Raises:
+        ProfileError: no such file, no JSON, or JSON of something else.
+    """
+    try:
+        data = json.loads(_text(Path(path)))
+    except OSError:
+        raise ProfileError(f"no such file: {path}") from None
+    except ValueError as error:
+        raise ProfileError(f"{path} is no JSON: {error}") from None
+    if isinstance(data, dict) and "reports" in data:
+        data = data["reports"]
+    reports = data if isinstance(data, list) else [data]
+    if not all(isinstance(one, dict) and isinstance(one.get("sites"), list) for one in reports):
+        raise ProfileError(f"{path} is no report: wanted is what FusionReport.to_json() or "
+                           "`ascend-ln-fuse explain --json` gives")
+    try:
+        return [FusionReport.from_dict(one) for one in reports]
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ProfileError(f"{path} is no report: {error}") from None

@@ -1,0 +1,87 @@
+"""Rotary embedding below a norm on an NVIDIA GPU: kernels by the design's bound, and whole models."""
+
+import pytest
+import torch
+from ascend_ln_fuse.kernels.launch import Runner
+from ascend_ln_fuse.kernels.reference import reference
+from ascend_ln_fuse.kernels.region import LANE_OPS, parse
+from checks import check
+from norm_cases import assert_right, inputs_for, scalars_for
+from torch import nn
+
+ROTARY = """\
+space [*, *, {D}]
+in q: {dt}[*, *, {D}]
+in w: {dt}[{D}]
+in cos: {cs}[*, 1, {D}]
+in sin: {cs}[*, 1, {D}]
+scalar eps
+n: {dt} = layer_norm(q, w, none, eps)
+r: {dt} = {op}(n)
+a: {cs} = mul(n, cos)
+b: {cs} = mul(r, sin)
+y: {cs} = add(a, b)
+z: {dt} = cast(y)
+out z: {dt} order(1, 0, 2)"""
+
+
+@pytest.mark.parametrize("lane", [2, 6, 16, 64, 80, 96, 128, 130, 256, 1024, 2048, 5120, 12288])
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32", "f64"])
+@pytest.mark.parametrize("op", LANE_OPS)
+def test_rotary(op, dtype, lane, device):
+    for wide in (False, True):
+        r = parse(ROTARY.format(D=lane, dt=dtype, cs="f32" if wide and dtype != "f64" else dtype, op=op))
+        for outer, ratio in (((3, 7), 1.0), ((64, 130), 30.0), ((1, 1), 1.0)):
+            if outer[0] * outer[1] * lane > 2**24:
+                continue
+            inputs = [x.to(device) for x in inputs_for(r, outer, ratio)]
+            run = Runner(r)
+            outputs = run(inputs, scalars_for(r))
+            assert_right(r, inputs, scalars_for(r), outputs)
+            assert not run.reasons
+
+
+@pytest.mark.parametrize("lane", [16, 80, 128, 4096])
+@pytest.mark.parametrize("dtype", ["f16", "f32", "f64"])
+def test_moves_are_exact(dtype, lane, device):
+    r = parse(f"space [*, {lane}]\nin x: {dtype}[*, {lane}]\nh: {dtype} = rotate_half(x)\n"
+              f"p: {dtype} = rotate_pairs(h)\nout h: {dtype} order(0, 1)\nout p: {dtype} order(0, 1)")
+    x = inputs_for(r, (333,))[0].to(device)
+    x[3, 5], x[4, 2] = float("nan"), 0.0
+    run = Runner(r)
+    for ours, want in zip(run([x]), reference(r, [x], [])):
+        assert torch.equal(ours.nan_to_num(7.0), want.nan_to_num(7.0))
+        assert torch.equal(ours.signbit() & ~ours.isnan(), want.signbit() & ~want.isnan())
+    assert not run.reasons
+
+
+class Packed(nn.Module):
+    def __init__(self, pairs, heads=8, lane=64):
+        super().__init__()
+        self.norm_q, self.norm_k = nn.RMSNorm(lane), nn.RMSNorm(lane)
+        self.pairs, self.shape = pairs, (3, heads, lane)
+
+    def forward(self, qkv, cos, sin):
+        q, k, v = qkv.unflatten(-1, self.shape).unbind(2)
+        return self.turn(self.norm_q(q), cos, sin), self.turn(self.norm_k(k), cos, sin), v
+
+    def turn(self, x, cos, sin):
+        cos, sin = cos[None, :, None, :], sin[None, :, None, :]
+        if self.pairs:
+            real, imag = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
+            turned = torch.stack([-imag, real], dim=-1).flatten(3)
+        else:
+            first, second = x.chunk(2, -1)
+            turned = torch.cat((-second, first), -1)
+        return (x.float() * cos + turned.float() * sin).to(x.dtype)
+
+
+@pytest.mark.real_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("pairs", [False, True], ids=["halves", "pairs"])
+def test_packed_q_and_k(pairs, dtype, device):
+    angle = torch.randn(300, 64, device=device)
+    qkv = torch.randn(2, 300, 3 * 8 * 64, device=device).to(dtype)
+    report = check(Packed(pairs).to(device, dtype), qkv, angle.cos(), angle.sin(), fused=2, exact=False)
+    q, k = report.sites
+    assert q.note and "rotary" in q.pattern and q.region == k.region
