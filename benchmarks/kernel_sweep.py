@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch.nn import functional as F
+
 from ascend_ln_fuse.kernels.codegen import generate
 from ascend_ln_fuse.kernels.launch import Runner, launch_facts
 from ascend_ln_fuse.kernels.layout import layout
@@ -26,7 +28,6 @@ from ascend_ln_fuse.kernels.region import NormRegion, parse
 from ascend_ln_fuse.kernels.source import Tile, jit
 from ascend_ln_fuse.kernels.targets import target_for
 from ascend_ln_fuse.kernels.tiling import ladder
-from torch.nn import functional as F
 
 #: Bytes of all buffer sets together: several times the L2 cache.
 COLD = 400 * 2**20

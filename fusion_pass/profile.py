@@ -191,35 +191,35 @@ def read_launches(path: Path) -> list[Launch]:
         ProfileError: it is not readable as UTF-8 or GBK, or has no column with kernel names.
     """
     rows = csv.reader(io.StringIO(_text(path), newline=""))
-    header: list[str] | None = None
+    places: dict[str, int | None] = {}
     found: list[tuple[float, Launch]] = []
     for row in rows:
         cells = [cell.strip() for cell in row]  # msprof puts tabs behind long numbers
-        if header is None:
-            if any(cells):
-                header = [cell.lower() for cell in cells]
-                places = {key: next((header.index(n) for n in names if n in header), None)
-                          for key, names in _COLUMNS.items()}
-                if places["name"] is None:
-                    raise ProfileError(
-                        f"{path} has no column {' or '.join(map(repr, ('Name', 'Op Name')))}; it has "
-                        f"{', '.join(cells[:12])}{', ...' if len(cells) > 12 else ''}")
-            continue
         if not any(cells):
             continue
-
-        def cell(key: str, cells=cells) -> str:
-            place = places[key]
-            text = cells[place] if place is not None and place < len(cells) else ""
-            return "" if text in ("N/A", "NA") else text
-
-        if cell("name"):
-            launch = Launch(cell("name"), cell("type"), cell("shapes").strip('"'), cell("stream"))
-            found.append((_number(cell("start")), launch))
-    if header is None:
+        if not places:
+            places = _places(cells, path)
+            continue
+        values = {key: cells[i] if i is not None and i < len(cells) else "" for key, i in places.items()}
+        values = {key: "" if text in ("N/A", "NA") else text for key, text in values.items()}
+        if values["name"]:
+            launch = Launch(values["name"], values["type"], values["shapes"].strip('"'), values["stream"])
+            found.append((_number(values["start"]), launch))
+    if not places:
         raise ProfileError(f"{path} is empty")
     found.sort(key=lambda pair: pair[0])
     return [launch for _, launch in found]
+
+
+def _places(header: list[str], path: Path) -> dict[str, int | None]:
+    """Meaning -> index of its column, None where there is none."""
+    words = [cell.lower() for cell in header]
+    places = {key: next((words.index(n) for n in names if n in words), None)
+              for key, names in _COLUMNS.items()}
+    if places["name"] is None:
+        raise ProfileError(f"{path} has no column 'Name' or 'Op Name'; it has "
+                           f"{', '.join(header[:12])}{', ...' if len(header) > 12 else ''}")
+    return places
 
 
 def _number(text: str) -> float:

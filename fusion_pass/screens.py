@@ -133,8 +133,8 @@ def show_profile(profile: Profile, sites: Sequence[FusedSite] | None) -> None:
     console.print(table)
     missing = sum(not site.launches for site in sites)
     if missing:
-        console.print(f"{missing} of {len(sites)} fused sites have no launch in this profile. Their kernels are "
-                      "named for the sizes and the SoC that the report was made with.")
+        console.print(f"{missing} of {len(sites)} fused sites have no launch in this profile. Kernels are named "
+                      "for the sizes and the SoC that the report was made with.")
 
 
 def _share(count: int, launches: int) -> str:

@@ -20,7 +20,6 @@ from .kernels.reference import DTYPE_WORDS
 from .kernels.region import Line, NormRegion, Operand, Output, dense_strides
 from .kinds import REGROUPING_VIEWS, STRIDE_FREE_VIEWS
 
-
 #: what a node must yield to be a run-time scalar of a region
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 

@@ -18,7 +18,7 @@ import torch
 from torch.fx import Node
 
 from ..effects import value_of
-from ..graph import Lens, hint, same, same_shape
+from ..graph import Lens, hint, same, same_shape, static_size
 from ..kinds import base_name
 from ..site import Decline, Norm
 

@@ -12,8 +12,8 @@ from collections.abc import Collection
 from torch.fx import Node
 
 from ..graph import Lens, same, same_shape
-from ..kinds import base_name
 from ..kernels.region import dense_strides
+from ..kinds import base_name
 from ..site import Composite
 
 #: devices whose compilers permute a lane element by element: there a rotation stays where it is

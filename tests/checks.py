@@ -6,8 +6,9 @@ import copy
 from collections.abc import Sequence
 
 import torch
-from ascend_ln_fuse import FusionReport, last_reports
 from torch.overrides import TorchFunctionMode
+
+from ascend_ln_fuse import FusionReport, last_reports
 
 
 def tensors(value) -> list[torch.Tensor]:

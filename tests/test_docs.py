@@ -8,6 +8,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
+
 from ascend_ln_fuse.options import _CHOICES, Options
 
 ROOT = Path(__file__).parents[1]

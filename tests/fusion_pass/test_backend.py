@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from ascend_ln_fuse import auto_fusion, backend, last_reports
-from ascend_ln_fuse.hidden import norm_kernels
 from checks import assert_within_bound, tensors
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor import config as inductor
 from torch.nn import functional as F
+
+from ascend_ln_fuse import auto_fusion, backend, last_reports
+from ascend_ln_fuse.hidden import norm_kernels
 
 ROOT = Path(__file__).parents[2]
 OFF = {"report": "off"}

@@ -4,11 +4,12 @@ import operator
 
 import pytest
 import torch
-from ascend_ln_fuse.effects import RANDOM, WORLD, effects_of, storage_key, storages, value_of
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph
 from torch.nn import functional as F
+
+from ascend_ln_fuse.effects import RANDOM, WORLD, effects_of, storage_key, storages, value_of
 
 aten = torch.ops.aten
 

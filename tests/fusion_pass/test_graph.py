@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from ascend_ln_fuse.graph import Lens, hint, module_path, same, source_line
 from torch import nn
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
+
+from ascend_ln_fuse.graph import Lens, hint, module_path, same, source_line
 
 
 def dynamo_graphs(f, *args, dynamic=None) -> list[GraphModule]:

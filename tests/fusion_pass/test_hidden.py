@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+
 from ascend_ln_fuse.hidden import layout_kernels, norm_kernels
 
 

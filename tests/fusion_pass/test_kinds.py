@@ -4,10 +4,11 @@ import operator
 
 import pytest
 import torch
-from ascend_ln_fuse.kinds import KINDS, REGROUPING_VIEWS, STRIDE_FREE_VIEWS, is_foreign, kind
 from einops import rearrange
 from torch.fx import Graph
 from torch.nn import functional as F
+
+from ascend_ln_fuse.kinds import KINDS, REGROUPING_VIEWS, STRIDE_FREE_VIEWS, is_foreign, kind
 
 aten = torch.ops.aten
 

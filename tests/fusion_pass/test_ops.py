@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+
 from ascend_ln_fuse.kernels import ops
 from ascend_ln_fuse.kernels.reference import reference
 from ascend_ln_fuse.kernels.region import parse

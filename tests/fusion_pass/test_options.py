@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
+
 from ascend_ln_fuse import Options, auto_fusion
 from ascend_ln_fuse.options import parse_options, strict
-from torch import nn
 
 WRONG = [
     ({"reprot": "off"}, ValueError, ["'reprot'", "did you mean 'report'", "valid options: report"]),

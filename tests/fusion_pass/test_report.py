@@ -11,8 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
-import ascend_ln_fuse.report as report_module
 import pytest
+
+import ascend_ln_fuse.report as report_module
 from ascend_ln_fuse.report import (
     FusionReport,
     SiteReport,
@@ -414,7 +415,7 @@ class Broken:
         raise RuntimeError
 
 
-@pytest.mark.parametrize("stream", [closed(), None, Broken(), object()], ids=repr)
+@pytest.mark.parametrize("stream", [closed(), None, Broken(), object()], ids=["closed", "none", "broken", "no stream"])
 def test_emit_survives_any_stderr(stream, monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream)
     emit(TWO)

@@ -6,6 +6,14 @@ import random
 
 import pytest
 import torch
+from checks import assert_within_bound, check, fresh, tensors
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
 from ascend_ln_fuse import backend, clear_reports, last_reports
 from ascend_ln_fuse import rewrite as rewrite_module
 from ascend_ln_fuse.backend import fuse_graph
@@ -14,13 +22,6 @@ from ascend_ln_fuse.graph import Lens
 from ascend_ln_fuse.kernels.region import NormRegion, Output
 from ascend_ln_fuse.options import Options
 from ascend_ln_fuse.patterns import candidate, find_norms
-from checks import assert_within_bound, check, fresh, tensors
-from torch import nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
-from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn import functional as F
 
 BF16 = torch.bfloat16
 

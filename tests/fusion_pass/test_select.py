@@ -5,14 +5,15 @@ from types import SimpleNamespace
 import networkx as nx
 import pytest
 import torch
-from ascend_ln_fuse import select as select_module
-from ascend_ln_fuse.select import Candidate, Taken, select
-from ascend_ln_fuse.site import Decline, Site
 from checks import check
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
+
+from ascend_ln_fuse import select as select_module
+from ascend_ln_fuse.select import Candidate, Taken, select
+from ascend_ln_fuse.site import Decline, Site
 
 
 def lens_of(edges, count):

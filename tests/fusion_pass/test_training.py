@@ -4,10 +4,11 @@ import copy
 
 import pytest
 import torch
-from ascend_ln_fuse import auto_fusion, last_reports
 from checks import fresh, tensors
 from torch import nn
 from torch.nn import functional as F
+
+from ascend_ln_fuse import auto_fusion, last_reports
 
 OFF = {"report": "off"}
 

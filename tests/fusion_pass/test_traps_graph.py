@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from ascend_ln_fuse import auto_fusion, last_reports
 from checks import check, tensors
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+from ascend_ln_fuse import auto_fusion, last_reports
 
 OFF = {"report": "off"}
 BF16 = torch.bfloat16

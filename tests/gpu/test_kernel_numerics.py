@@ -4,8 +4,9 @@ import threading
 
 import pytest
 import torch
-from ascend_ln_fuse.kernels.launch import Runner
 from norm_cases import TEXTS, assert_right, inputs_for, region, scalars_for
+
+from ascend_ln_fuse.kernels.launch import Runner
 
 DTYPES = ["bf16", "f16", "f32"]
 LANES = [1, 3, 17, 64, 80, 96, 128, 513, 1024, 3072, 8192]

@@ -3,10 +3,11 @@ eager's own plus one ulp of the output dtype. `make test-gpu` runs it."""
 
 import pytest
 import torch
-from ascend_ln_fuse.kernels.ops import python_call, runner
-from ascend_ln_fuse.kernels.region import parse
 from checks import assert_within_bound
 from torch.nn import functional as F
+
+from ascend_ln_fuse.kernels.ops import python_call, runner
+from ascend_ln_fuse.kernels.region import parse
 
 WORDS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 DTYPES = pytest.mark.parametrize("dtype", WORDS, ids=list(WORDS.values()))

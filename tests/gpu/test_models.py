@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from ascend_ln_fuse import auto_fusion, last_reports
-from ascend_ln_fuse.kernels import ops
 from checks import check, exact_copy, tensors
 from torch import nn
 from torch.nn import functional as F
+
+from ascend_ln_fuse import auto_fusion, last_reports
+from ascend_ln_fuse.kernels import ops
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16],
                                  ids=["f32", "bf16", "f16"])

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from ascend_ln_fuse.kernels.launch import Runner
-from ascend_ln_fuse.kernels.reference import reference
-from ascend_ln_fuse.kernels.region import LANE_OPS, parse
 from checks import check
 from norm_cases import assert_right, inputs_for, scalars_for
 from torch import nn
+
+from ascend_ln_fuse.kernels.launch import Runner
+from ascend_ln_fuse.kernels.reference import reference
+from ascend_ln_fuse.kernels.region import LANE_OPS, parse
 
 ROTARY = """\
 space [*, *, {D}]
@@ -29,6 +30,8 @@ out z: {dt} order(1, 0, 2)"""
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "f32", "f64"])
 @pytest.mark.parametrize("op", LANE_OPS)
 def test_rotary(op, dtype, lane, device):
+    if dtype == "f64" and lane > 8192:
+        pytest.skip("no tile holds the lane; the reference runs")
     for wide in (False, True):
         r = parse(ROTARY.format(D=lane, dt=dtype, cs="f32" if wide and dtype != "f64" else dtype, op=op))
         for outer, ratio in (((3, 7), 1.0), ((64, 130), 30.0), ((1, 1), 1.0)):

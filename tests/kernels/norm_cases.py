@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 import torch
+
 from ascend_ln_fuse.kernels.reference import TORCH_DTYPES, reference
 from ascend_ln_fuse.kernels.region import NormRegion, broadcast_sizes, parse
 

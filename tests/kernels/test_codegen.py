@@ -6,6 +6,8 @@ import sys
 
 import pytest
 import torch
+from norm_cases import TEXTS, assert_right, inputs_for, region, scalars_for
+
 from ascend_ln_fuse.kernels.codegen import generate
 from ascend_ln_fuse.kernels.launch import launch_facts
 from ascend_ln_fuse.kernels.layout import Unsupported, layout
@@ -14,7 +16,6 @@ from ascend_ln_fuse.kernels.region import parse
 from ascend_ln_fuse.kernels.source import KernelSource, Tile, load
 from ascend_ln_fuse.kernels.targets import cuda, npu
 from ascend_ln_fuse.kernels.tiling import ladder
-from norm_cases import TEXTS, assert_right, inputs_for, region, scalars_for
 
 pytest.importorskip("triton")
 from ascend_ln_fuse.kernels.targets import interpreter  # noqa: E402

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from ascend_ln_fuse import inplace_layer_norm_
 from checks import assert_within_bound
 from torch.nn import functional as F
+
+from ascend_ln_fuse import inplace_layer_norm_
 
 
 @pytest.mark.parametrize("interpret", ["0", "1"], ids=["reference", "kernel"])

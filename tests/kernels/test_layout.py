@@ -4,11 +4,12 @@ from math import prod
 
 import pytest
 import torch
-from ascend_ln_fuse.kernels.layout import INT32_MAX, Unsupported, layout
-from ascend_ln_fuse.kernels.region import parse
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from norm_cases import region
+
+from ascend_ln_fuse.kernels.layout import INT32_MAX, Unsupported, layout
+from ascend_ln_fuse.kernels.region import parse
 
 LANE = 3
 

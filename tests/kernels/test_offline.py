@@ -3,9 +3,10 @@ with double buffering, is clean of the known miscompilations, and its final modu
 
 import pytest
 import torch
+from norm_cases import TEXTS, assert_right, inputs_for, region, scalars_for
+
 from ascend_ln_fuse.kernels.launch import offline
 from ascend_ln_fuse.kernels.source import Tile
-from norm_cases import TEXTS, assert_right, inputs_for, region, scalars_for
 
 pytest.importorskip("triton.backends.ascend", reason="needs triton-ascend")
 pytest.importorskip("ascendnpuir", reason="needs ascendnpu-ir")

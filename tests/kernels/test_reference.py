@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from norm_cases import TEXTS, inputs_for, region, scalars_for
+from torch.nn import functional as F
+
 from ascend_ln_fuse.kernels.pointwise import POINTWISE, torch_function
 from ascend_ln_fuse.kernels.reference import TORCH_DTYPES, reference
 from ascend_ln_fuse.kernels.region import parse
-from norm_cases import TEXTS, inputs_for, region, scalars_for
-from torch.nn import functional as F
 
 
 def test_llama_rounds_where_llama_does():

@@ -1,6 +1,10 @@
 """Region text: round trip, errors that name the line, helpers."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from norm_cases import TEXTS, region
+
 from ascend_ln_fuse.kernels.region import (
     Line,
     NormRegion,
@@ -12,9 +16,6 @@ from ascend_ln_fuse.kernels.region import (
     literal,
     parse,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-from norm_cases import TEXTS, region
 
 GOOD = TEXTS["llama"].format(D=128, dt="bf16")
 

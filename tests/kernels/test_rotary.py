@@ -3,6 +3,8 @@ against float64."""
 
 import pytest
 import torch
+from norm_cases import assert_right, inputs_for, scalars_for
+
 from ascend_ln_fuse.kernels.codegen import generate
 from ascend_ln_fuse.kernels.launch import Runner, launch_facts
 from ascend_ln_fuse.kernels.layout import Unsupported, layout
@@ -11,7 +13,6 @@ from ascend_ln_fuse.kernels.region import LANE_OPS, RegionError, parse
 from ascend_ln_fuse.kernels.source import Tile, load
 from ascend_ln_fuse.kernels.targets import cuda, npu
 from ascend_ln_fuse.kernels.tiling import ladder
-from norm_cases import assert_right, inputs_for, scalars_for
 
 #: A rotary embedding on a norm with weights; q as eager has it after transpose(1, 2).
 ROTARY = """\

@@ -1,13 +1,14 @@
 """Tiles fit their target, waste little and do not make a row depend on its batch."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from norm_cases import TEXTS, inputs_for, region
+
 from ascend_ln_fuse.kernels.layout import MAX_ROWS, Layout, layout
 from ascend_ln_fuse.kernels.region import DTYPES
 from ascend_ln_fuse.kernels.targets import cuda, npu, target_for
 from ascend_ln_fuse.kernels.tiling import ladder, live_tiles
-from hypothesis import given
-from hypothesis import strategies as st
-from norm_cases import TEXTS, inputs_for, region
 
 GPU = cuda.describe("sm_90", 132)
 NPU = npu.describe("Ascend910B3")
@@ -112,6 +113,7 @@ def test_soc_table():
 
 def test_target_of_a_device():
     import torch
+
     from ascend_ln_fuse.kernels.layout import Unsupported
 
     assert target_for(torch.device("cpu")).backend == "interpreter"

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from reasons import check_reasons
 from torch import nn
 from torch.nn import functional as F
-from wide import check_wide
 
 D = 16
 BATCH, TOKENS = 3, 5
@@ -25,7 +25,7 @@ def randn(*shape, dtype=torch.bfloat16):
 
 def site(function, *inputs, **kwargs):
     """The one site of `function`."""
-    result, = check_wide(Model(function), *inputs, **kwargs).sites
+    result, = check_reasons(Model(function), *inputs, **kwargs).sites
     return result
 
 
@@ -135,8 +135,8 @@ def test_cast_that_changes_nothing_below_the_norm():
 
 
 def test_norm_of_a_norm():
-    assert check_wide(Model(lambda x: rms(rms(x))), full, fused=2)
-    assert check_wide(Model(lambda x: ln(ln(x))), full, fused=2)
+    assert check_reasons(Model(lambda x: rms(rms(x))), full, fused=2)
+    assert check_reasons(Model(lambda x: ln(ln(x))), full, fused=2)
 
 
 @STOLEN
@@ -145,7 +145,7 @@ def test_norm_on_top_of_a_low_precision_norm():
     def norm(x):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
-    check_wide(Model(lambda x: norm(norm(x))), full, fused=2)
+    check_reasons(Model(lambda x: norm(norm(x))), full, fused=2)
 
 
 @STOLEN
@@ -155,7 +155,7 @@ def test_sandwich_of_norms():
         x = x + rms(h)
         return rms(x), x
 
-    check_wide(Model(block), full, again, fused=2)
+    check_reasons(Model(block), full, again, fused=2)
 
 
 def test_post_norm_that_is_added():
@@ -217,7 +217,7 @@ def test_operand_written_between_its_use_and_the_norm():
         h.zero_()
         return ln(total), h
 
-    check_wide(Model(block), full, again)
+    check_reasons(Model(block), full, again)
 
 
 def test_output_view_written_later():
@@ -226,47 +226,47 @@ def test_output_view_written_later():
         y[:, 0] = 0
         return y
 
-    check_wide(Model(block), full, gate)
+    check_reasons(Model(block), full, gate)
 
 
 def test_broadcast_residual():
     """x is smaller than the sum."""
-    check_wide(Model(lambda x, h: ln(x + h)), gate, full)
-    check_wide(Model(lambda x, h: ln(x + h)), full, randn())
-    check_wide(Model(lambda x, h: (ln(x + h), x + h)), randn(1, TOKENS), gate)
+    check_reasons(Model(lambda x, h: ln(x + h)), gate, full)
+    check_reasons(Model(lambda x, h: ln(x + h)), full, randn())
+    check_reasons(Model(lambda x, h: (ln(x + h), x + h)), randn(1, TOKENS), gate)
 
 
 def test_result_that_is_broadcast_larger():
     """The modulate has more rows than the norm: it stays outside."""
-    check_wide(Model(lambda x, s: ln(x) * (1 + s)), gate, full)
-    check_wide(Model(lambda x, s: ln(x) * s), randn(TOKENS), full)
+    check_reasons(Model(lambda x, s: ln(x) * (1 + s)), gate, full)
+    check_reasons(Model(lambda x, s: ln(x) * s), randn(TOKENS), full)
 
 
 def test_mixed_dtypes_promote_as_eager_does():
-    check_wide(Model(lambda x, h: ln(x + h)), full, again.float())
-    check_wide(Model(lambda x, s: ln(x) * (1 + s)), full, gate.float())
-    check_wide(Model(lambda x, s: ln(x) * s), full, torch.tensor(3.0))
-    check_wide(Model(lambda x, s: ln(x) * s), full, torch.tensor([3.0]))
+    check_reasons(Model(lambda x, h: ln(x + h)), full, again.float())
+    check_reasons(Model(lambda x, s: ln(x) * (1 + s)), full, gate.float())
+    check_reasons(Model(lambda x, s: ln(x) * s), full, torch.tensor(3.0))
+    check_reasons(Model(lambda x, s: ln(x) * s), full, torch.tensor([3.0]))
 
 
 def test_integer_and_bool_operands_are_left_outside():
-    check_wide(Model(lambda x, m: ln(x) * m), full, torch.arange(TOKENS)[:, None])
-    check_wide(Model(lambda x, m: ln(x * m)), full, torch.rand(BATCH, TOKENS, 1) > 0.5)
+    check_reasons(Model(lambda x, m: ln(x) * m), full, torch.arange(TOKENS)[:, None])
+    check_reasons(Model(lambda x, m: ln(x * m)), full, torch.rand(BATCH, TOKENS, 1) > 0.5)
 
 
 def test_scalars_of_any_kind():
-    check_wide(Model(lambda x, h: ln(0.5 * x + h * 2 - 1)), full, again)
-    check_wide(Model(lambda x: ln(x / 3) ** 2), full)
-    check_wide(Model(lambda x: 1 / (ln(x) + 20)), full)
-    check_wide(Model(lambda x: 1 - ln(x)), full)
-    check_wide(Model(lambda x: torch.add(ln(x), x, alpha=2)), full)
-    check_wide(Model(lambda x: torch.sub(ln(x), x, alpha=2)), full)
+    check_reasons(Model(lambda x, h: ln(0.5 * x + h * 2 - 1)), full, again)
+    check_reasons(Model(lambda x: ln(x / 3) ** 2), full)
+    check_reasons(Model(lambda x: 1 / (ln(x) + 20)), full)
+    check_reasons(Model(lambda x: 1 - ln(x)), full)
+    check_reasons(Model(lambda x: torch.add(ln(x), x, alpha=2)), full)
+    check_reasons(Model(lambda x: torch.sub(ln(x), x, alpha=2)), full)
 
 
 def test_scalar_that_is_rounded_to_the_dtype():
     """A python number is not rounded to bf16 before the op; a 0-dim tensor is rounded by its own dtype."""
-    check_wide(Model(lambda x: ln(x) * 1.00390625), full)
-    check_wide(Model(lambda x: ln(x * 1.00390625)), full)
+    check_reasons(Model(lambda x: ln(x) * 1.00390625), full)
+    check_reasons(Model(lambda x: ln(x * 1.00390625)), full)
 
 
 @pytest.mark.parametrize("act", [F.silu, F.gelu, F.relu, torch.tanh, torch.sigmoid, torch.exp, torch.abs,
@@ -278,13 +278,13 @@ def test_activations(act):
 
 
 def test_unused_and_doubly_returned_results():
-    check_wide(Model(lambda x, h: (ln(x + h), (x + h) * 2)), full, again)
+    check_reasons(Model(lambda x, h: (ln(x + h), (x + h) * 2)), full, again)
 
     def twice(x, h):
         y = ln(x + h)
         return y, y
 
-    check_wide(Model(twice), full, again)
+    check_reasons(Model(twice), full, again)
 
 
 def test_identity_of_outputs_and_inputs():
@@ -303,4 +303,4 @@ def test_transposed_residual_keeps_eagers_strides():
         x = x.transpose(0, 1) + h.transpose(0, 1)
         return ln(x), x
 
-    check_wide(Model(block), full, again)
+    check_reasons(Model(block), full, again)

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from ascend_ln_fuse import Norm, register_pattern, unregister_pattern
 from checks import check
+
+from ascend_ln_fuse import Norm, register_pattern, unregister_pattern
 
 PAGE = Path(__file__).parents[2] / "docs" / "patterns.md"
 

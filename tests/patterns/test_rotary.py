@@ -4,14 +4,15 @@ import sys
 
 import pytest
 import torch
-from ascend_ln_fuse.backend import fuse_graph
-from ascend_ln_fuse.patterns.rotary import ELEMENTWISE
 from checks import check, fresh
 from einops import rearrange
 from torch import nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
+
+from ascend_ln_fuse.backend import fuse_graph
+from ascend_ln_fuse.patterns.rotary import ELEMENTWISE
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 B, L, H, D = 2, 5, 4, 16

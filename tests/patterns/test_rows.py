@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 from einops import rearrange
+from reasons import check_reasons
 from torch import nn
 from torch.nn import functional as F
-from wide import check_wide
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 B, L, H, E = 2, 7, 4, 8  # batch, tokens, heads, head size
@@ -389,4 +389,4 @@ def test_model_rows(name, dtype, dynamic, request):
     fused = row.fused + len(row.declined) - len(declined)
     model = shake(row.make(), dtype)
     inputs = [torch.randn(shape).to(dtype) for shape in row.inputs]
-    check_wide(model, *inputs, fused=fused, declined=declined, dynamic=dynamic)
+    check_reasons(model, *inputs, fused=fused, declined=declined, dynamic=dynamic)

@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass, fields, replace
 import numpy as np
 import pytest
 import torch
-from ascend_ln_fuse import last_reports
 from checks import assert_within_bound, check
+from reasons import check_reasons
 from torch import nn
-from wide import check_wide
+
+from ascend_ln_fuse import last_reports
 
 D, EPS = 16, 1e-5
 SHAPE = (3, 5, D)
@@ -497,4 +498,4 @@ def test_value_changed_in_place_between_statistics_and_product():
 def test_a_weight_of_another_shape_keeps_its_own_meaning():
     scale = torch.rand(16, 1) + 0.5
     for weight in (scale, torch.tensor([3.0]), torch.rand(4, 1, 16), torch.rand(4, 16, 16)):
-        check_wide(Of(lambda x, w=weight: x * rstd(x) * w.to(x)), torch.randn(4, 16, 16))
+        check_reasons(Of(lambda x, w=weight: x * rstd(x) * w.to(x)), torch.randn(4, 16, 16))

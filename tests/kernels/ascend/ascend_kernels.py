@@ -12,6 +12,7 @@ import types
 
 import pytest
 import torch
+
 from ascend_ln_fuse.kernels.ascend.toolchain import Planned, compile_planned, lower
 from ascend_ln_fuse.kernels.ascend.tools import MissingTool, find_tool, require_triton_ascend
 

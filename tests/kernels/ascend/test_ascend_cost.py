@@ -3,6 +3,7 @@
 import pytest
 import torch
 from ascend_kernels import DTYPES, LayerNormCase, assert_one_ulp, plan_for, plan_layer_norm
+
 from ascend_ln_fuse.kernels.ascend.cost import loop_costs
 from ascend_ln_fuse.kernels.ascend.counters import Counters
 from ascend_ln_fuse.kernels.ascend.interpreter import interpret

@@ -11,6 +11,7 @@ from ascend_kernels import (
     plan_layer_norm,
     signature,
 )
+
 from ascend_ln_fuse.kernels.ascend import interpreter
 from ascend_ln_fuse.kernels.ascend.interpreter import interpret
 from ascend_ln_fuse.kernels.ascend.memory import InterpreterError, MemRef, OutOfBounds, Storage

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from ascend_kernels import DTYPES, plan_for, plan_layer_norm, signature
+
 from ascend_ln_fuse.kernels.ascend.interpreter import interpret
 from ascend_ln_fuse.kernels.ascend.lint import Severity, errors, lint
 from ascend_ln_fuse.kernels.ascend.toolchain import ToolchainError

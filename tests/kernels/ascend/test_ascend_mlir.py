@@ -1,6 +1,7 @@
 """The reader of generic MLIR."""
 
 import pytest
+
 from ascend_ln_fuse.kernels.ascend.core_ops import affine_function, wrap
 from ascend_ln_fuse.kernels.ascend.mlir import (
     MlirError,

@@ -10,6 +10,7 @@ from ascend_kernels import (
     make,
     signature,
 )
+
 from ascend_ln_fuse.kernels.ascend import native, tools
 from ascend_ln_fuse.kernels.ascend.toolchain import lower
 

@@ -5,6 +5,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+
 from ascend_ln_fuse.kernels.ascend import cube_ops, interpreter  # noqa: F401  (fills the op table)
 from ascend_ln_fuse.kernels.ascend.counters import Counters
 from ascend_ln_fuse.kernels.ascend.effects import Dataflow

@@ -5,6 +5,7 @@ import subprocess
 
 import pytest
 from ascend_kernels import layer_norm_pointers, make, plan_for, plan_layer_norm, signature
+
 from ascend_ln_fuse.kernels.ascend import toolchain, tools
 from ascend_ln_fuse.kernels.ascend.toolchain import (
     Outcome,

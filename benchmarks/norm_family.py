@@ -1,0 +1,238 @@
+"""The norm family side by side on an NVIDIA GPU: eager, torch.compile, ours, a copy of the same bytes.
+
+    python benchmarks/norm_family.py [--dims ...] [--megabytes ...] [--seconds N] [--json FILE]
+
+Rows: LayerNorm, handwritten RMSNorm, add -> LayerNorm (both results), gated add -> LayerNorm ->
+modulate, and the q, k pair of a packed qkv, in bf16 without gradients. `megabytes` is the size of one
+full operand. Ours is `torch.compile(backend="ascend_ln_fuse")`, and the share of norm sites that it fused is
+checked to be all.
+
+Device time (`graph`): each contender is captured in a CUDA graph, one call for every buffer set; the sets
+together exceed the L2 cache several times. Contenders take turns; the figure is the median over the
+rounds of a replay's time divided by its calls. Plain time (`plain`): calls one after another from
+Python on one buffer set, wall clock over their number. The copy is `copy_` of a contiguous tensor that
+moves as many bytes, read plus written, as the fused kernel has to. Prints figures, asserts no time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Case:
+    """`call(*buffers)`, buffers from `make()`; `moved`: bytes that have to be read and written."""
+
+    name: str
+    dim: int
+    megabytes: float
+    call: Callable
+    make: Callable[[], list[torch.Tensor]]
+    moved: int
+
+
+def layer_norm(x, w, b):
+    return F.layer_norm(x, w.shape, w, b, 1e-5)
+
+
+def rms_norm(x, w):
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return w * wide.to(x.dtype)
+
+
+def add_norm(x, h, w, b):
+    x = x + h
+    return x, F.layer_norm(x, w.shape, w, b, 1e-5)
+
+
+def gated_modulate(x, h, gate, scale, shift):
+    x = x + gate * h
+    return x, F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift
+
+
+def qk_pair(qkv, wq, bq, wk, bk):
+    q, k, _ = qkv.view(qkv.shape[0], 3, -1, wq.shape[0]).unbind(1)
+    return F.layer_norm(q, wq.shape, wq, bq, 1e-5), F.layer_norm(k, wk.shape, wk, bk, 1e-5)
+
+
+def cases(dims, megabytes) -> list[Case]:
+    found = []
+
+    def add(name, call, dim, mb, full, vectors, reads, writes, batched=0):
+        rows = max(1, int(mb * 2**20) // (2 * dim))
+        batch = 4 if batched else 1
+        rows -= rows % batch
+
+        def make():
+            shape = (batch, rows // batch, dim) if batched else (rows, dim)
+            tensors = [torch.randn(shape, device="cuda").to(BF16) for _ in range(full)]
+            tensors += [torch.randn(batch, 1, dim, device="cuda").to(BF16) for _ in range(batched)]
+            return tensors + [torch.randn(dim, device="cuda").to(BF16) for _ in range(vectors)]
+
+        found.append(Case(name, dim, mb, call, make, (reads + writes) * rows * dim * 2))
+
+    for dim in dims:
+        for mb in megabytes:
+            add("LayerNorm", layer_norm, dim, mb, 1, 2, 1, 1)
+            add("RMSNorm", rms_norm, dim, mb, 1, 1, 1, 1)
+            add("add -> LN, two results", add_norm, dim, mb, 2, 2, 2, 2)
+            add("gated add -> LN -> modulate", gated_modulate, dim, mb, 2, 0, 2, 2, batched=3)
+    for dim, heads in ((128, 3), (64, 12)):
+        def make(dim=dim, heads=heads):
+            packed = torch.randn(50220, 3 * heads * dim, device="cuda").to(BF16)
+            return [packed] + [torch.randn(dim, device="cuda").to(BF16) for _ in range(4)]
+
+        size = 50220 * heads * dim * 2
+        found.append(Case("qk pair of a packed qkv", dim, round(size / 2**20, 1), qk_pair, make,
+                          4 * size))
+    return found
+
+
+def contenders(case: Case) -> dict[str, Callable]:
+    """Freshly compiled, so that no row meets the recompilation limits of another."""
+    torch._dynamo.reset()
+
+    def call(*args):
+        return case.call(*args)
+
+    def again(*args):
+        return case.call(*args)
+
+    return {"eager": case.call, "torch.compile": torch.compile(call),
+            "ours": torch.compile(again, backend="ascend_ln_fuse", options={"report": "off"})}
+
+
+def capture(call: Callable, sets: list[list[torch.Tensor]]) -> torch.cuda.CUDAGraph:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            for buffers in sets:
+                call(*buffers)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = [call(*buffers) for buffers in sets]
+    graph.kept = kept  # results stay alive, so that memory is not reused between the calls
+    return graph
+
+
+def device_times(calls: dict[str, Callable], sets, rounds: int) -> dict[str, list[float]]:
+    """us a call, per contender and round."""
+    graphs = {name: capture(call, sets) for name, call in calls.items()}
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, graph in graphs.items():
+            graph.replay()
+            events[0].record()
+            graph.replay()
+            events[1].record()
+            events[1].synchronize()
+            times[name].append(events[0].elapsed_time(events[1]) * 1e3 / len(sets))
+    return times
+
+
+def plain_time(call: Callable, buffers, calls: int = 100) -> float:
+    """us a call, called from Python, best of five."""
+    best = float("inf")
+    for _ in range(5):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(calls):
+            call(*buffers)
+        torch.cuda.synchronize()
+        best = min(best, (time.perf_counter() - started) / calls * 1e6)
+    return best
+
+
+def measure(case: Case, rounds: int) -> dict:
+    from ascend_ln_fuse import last_reports
+
+    torch.manual_seed(0)
+    cold = 4 * torch.cuda.get_device_properties(0).L2_cache_size
+    first = case.make()
+    held = sum(x.numel() * 2 for x in first)
+    sets = [first] + [case.make() for _ in range(min(96, max(1, -(-cold // held) - 1)))]
+    calls = contenders(case)
+    for call in calls.values():
+        call(*first)
+    report = last_reports()[-1]
+    assert report.declined == 0, [site.reason for site in report.sites]
+    half = torch.empty(case.moved // 4, dtype=BF16, device="cuda")
+    copies = [(half.clone(), half.clone()) for _ in sets]
+    graphs = device_times(calls, sets, rounds)
+    graphs |= device_times({"copy": lambda a, b: a.copy_(b)}, copies, rounds)
+    plain = {name: plain_time(call, first) for name, call in calls.items()} \
+        if case.megabytes <= 16 else {}
+    return {"case": case.name, "dim": case.dim, "megabytes": case.megabytes, "moved": case.moved,
+            "sets": len(sets), "graph_us": {n: statistics.median(t) for n, t in graphs.items()},
+            "spread_us": {n: [min(t), max(t)] for n, t in graphs.items()}, "plain_us": plain}
+
+
+def show(rows: list[dict], title: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, caption="us a call (median): graph replay | called from Python")
+    for name in ("case", "D", "MB", "eager", "compile", "ours", "copy", "copy/ours", "compile/ours",
+                 "plain compile", "plain ours"):
+        table.add_column(name, justify="left" if name == "case" else "right")
+    for row in rows:
+        us, plain = row["graph_us"], row["plain_us"]
+        table.add_row(
+            row["case"], str(row["dim"]), f"{row['megabytes']:g}",
+            *(f"{us[n]:.1f}" for n in ("eager", "torch.compile", "ours", "copy")),
+            f"{us['copy'] / us['ours']:.2f}", f"{us['torch.compile'] / us['ours']:.2f}",
+            *(f"{plain[n]:.1f}" if plain else "" for n in ("torch.compile", "ours")))
+    Console(width=130).print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--dims", type=int, nargs="+", default=[64, 128, 1024, 2048, 4096, 8192])
+    parser.add_argument("--megabytes", type=float, nargs="+", default=[1, 8, 64, 512, 1024])
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--seconds", type=float, default=3600, help="stop after this long")
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args()
+    if not torch.cuda.is_available() or torch.version.cuda is None:
+        print("norm_family.py: needs an NVIDIA GPU; none was found", file=sys.stderr)
+        return 1
+    import triton
+
+    started, rows, left = time.monotonic(), [], 0
+    # The pair first, then from small to large, so that a short run shows every kind.
+    todo = sorted(cases(args.dims, args.megabytes), key=lambda c: (c.call is not qk_pair, c.megabytes))
+    with torch.no_grad():
+        for case in todo:
+            if time.monotonic() - started > args.seconds:
+                left += 1
+                continue
+            rows.append(measure(case, args.rounds))
+    name = torch.cuda.get_device_name(0)
+    title = f"{name}, torch {torch.__version__}, Triton {triton.__version__}, {datetime.date.today()}"
+    show(rows, title)
+    if left:
+        print(f"{left} rows were not reached in {args.seconds:.0f} s")
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump({"machine": title, "rows": rows, "not_reached": left}, file, indent=1)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
