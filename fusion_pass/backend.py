@@ -96,12 +96,13 @@ def _collector_paused() -> Iterator[None]:
 def _fuse_graph(graph: Graph, options: Options) -> tuple[Graph | None, list[SiteReport]]:
     lens = Lens(graph)
     norms, refused = find_norms(lens)
+    claimed = {node for found in norms for node in found.norm.interior}
     candidates, declined = [], []
     for found in norms:
         norm = found.norm
         why = _training_decline(lens, norm) if options.training == "decline" else None
         if why is None:
-            candidates.append(candidate(lens, found))
+            candidates.append(candidate(lens, found, claimed))
         else:
             declined.append(_declined(lens, norm.out, why, norm))
     taken, lost = select(lens, candidates)
@@ -164,7 +165,9 @@ def model_name(gm: GraphModule) -> str:
         frames = _FRAME.findall(node.meta.get("stack_trace") or "") if node.op != "placeholder" else ()
         frames = [frame for frame in frames if frame[0] != __file__]
         if frames:
-            path, name = next((f for f in frames if not _TORCH.search(f[0])), frames[0])
+            own = [f for f in frames if not _TORCH.search(f[0])] or frames
+            # Decorators of a library come before the model's own forward.
+            path, name = next((f for f in own if f[1] == "forward"), own[0])
             return f"{name} in {Path(path).name}"
     return ""
 

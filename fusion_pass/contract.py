@@ -44,8 +44,9 @@ def check_norm(lens: Lens, norm: Norm) -> None:
         if vector is not None and (lens.tensor(vector) is None or
                                    not same_shape(lens.tensor(vector).shape, norm.shape)):
             raise Decline("weight or bias is not of the normalised shape", norm.out)
-    if isinstance(norm.eps, Node) and lens.tensor(norm.eps) is not None:
-        raise Decline("eps is a tensor on the device", norm.out)
+    eps = lens.tensor(norm.eps) if isinstance(norm.eps, Node) else None
+    if eps is not None and (eps.dim() or eps.requires_grad or eps.dtype == torch.float64 != value.dtype):
+        raise Decline("eps is no number: a tensor with dims, gradient or fp64", norm.out)
     for node in norm.interior:
         if node.op not in ("call_function", "call_method"):
             raise Decline("a norm cannot hold a graph input", node)

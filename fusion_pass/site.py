@@ -255,7 +255,9 @@ class Assembler:
         if self.lens.tensor(norm.value).dtype != norm.dtype:  # autocast casts all operands
             vectors = [None if v is None else self.cast(v, dtype) for v in vectors]
         vectors = vectors if norm.op == "layer_norm" else vectors[:1]
-        return self.line(dtype, norm.op, (value, *vectors, self.scalar(norm.eps)))
+        eps = norm.eps if isinstance(norm.eps, Node) else None
+        eps = self.emit(eps) if self.lens.tensor(eps) is not None else self.scalar(norm.eps)
+        return self.line(dtype, norm.op, (value, *vectors, eps))
 
     def line(self, dtype: str, op: str, args: tuple) -> str:
         name = f"v{len(self.lines)}"

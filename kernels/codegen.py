@@ -70,6 +70,9 @@ class _Generator:
         self.read = {a for line in region.body if line.name in self.needed for a in line.args}
         self.written = {out.value for out in region.outputs}
         self.narrow: set[str] = set()
+        #: Outputs that are written, by number; and whether the source stands where outputs are.
+        self.done: set[int] = set()
+        self.storing = False
         self.by_name = {line.name: line for line in region.body}
         self.traits = analyse(region, structure, tile.rows)
         #: Padded columns stand behind each half of the lane instead of behind all of it, so that
@@ -91,6 +94,7 @@ class _Generator:
         else:
             self.put("TILE = tl.program_id(0)")
         self._decode()
+        self.storing = self.in_memory
         self._section([x for x in self._names() if self._level(x) != "column"])
         if self.in_memory:
             self._stores()
@@ -100,6 +104,7 @@ class _Generator:
             self.put("")
             self.put("# Normalise and store.")
             self._columns()
+            self.storing = True
             self._section(self._names(self.needed))
             self._stores()
         return self._finish(params)
@@ -230,6 +235,10 @@ class _Generator:
             else:
                 self._line(line)
             self.values[name] = self.traits[name]
+            # Ascend's compiler plans the memory of what it finds in this order: a tile that is stored
+            # at the end of the kernel is held until then.
+            if line is not None and self.storing and self.target.persistent:
+                self._stores(name)
         return self.values[name]
 
     # -- memory --------------------------------------------------------------------------------
@@ -256,9 +265,13 @@ class _Generator:
             text += f".to({self.tl_compute})"
         self.put(f"{value.var} = {text}")
 
-    def _stores(self) -> None:
-        for tag, out, operand in zip(self.tags[len(self.region.inputs):], self.region.outputs,
-                                     self.stored):
+    def _stores(self, name: str | None = None) -> None:
+        """Writes the outputs that are not written yet; only those of one value, if `name` is given."""
+        tags = self.tags[len(self.region.inputs):]
+        for i, (tag, out, operand) in enumerate(zip(tags, self.region.outputs, self.stored)):
+            if i in self.done or name not in (None, out.value):
+                continue
+            self.done.add(i)
             value = self._value(out.value)
             rows = operand.moving[self.structure.blocked] and self.rows > 1
             narrow = out.value in self.narrow

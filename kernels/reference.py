@@ -90,7 +90,10 @@ def _statements(region: NormRegion, line, scope: dict) -> list[str]:
     if line.op == "cast":
         return [f"{line.name} = {line.args[0]}.to({line.dtype.upper()})"]
     if line.op in NORMS:
-        first, *rest = map(word, line.args)
+        first, *rest, eps = map(word, line.args)
+        if line.args[-1] in region.dtype_of:
+            eps = f"{eps}.item()"  # torch's norms want a number
+        rest.append(eps)
         return [f"{line.name} = {line.op}({first}, LANE, {', '.join(rest)})"]
     if line.op in LANE_OPS:
         return [f"{line.name} = {line.op}({word(line.args[0])})"]

@@ -125,7 +125,10 @@ def _npu(region: NormRegion, structure: Structure, target: Target) -> tuple[Tile
     peak = live_tiles(region, structure)
     whole, passed = held_bytes(region, structure)
     busy = 2 * any(line.op in BUSY_OPS for line in region.body)
-    each = 8 * peak + 6 + busy
+    # A sum that is stored and then normalised is written as soon as it is known (codegen), which spares
+    # the tile that it would wait in.
+    passing = peak > 1 and _stores_what_it_reads(region)
+    each = 8 * peak + (2 if passing else 6) + busy
     lane = -(-region.lane // LANE_MULTIPLE) * LANE_MULTIPLE
     tiles = []
     fit = (budget - whole * lane) // (each * lane)
@@ -133,7 +136,9 @@ def _npu(region: NormRegion, structure: Structure, target: Target) -> tuple[Tile
         fit -= fit % 8
     if structure.wide or fit <= 1:
         # A row alone needs less: its reductions have no tree of rows.
-        fit = 1 if lane <= MAX_WHOLE_LANE and (10 * peak + busy + whole) * lane <= budget else 0
+        narrow = all(DTYPES[x.dtype] < 4 for x in (*region.inputs, *region.outputs))
+        alone = (8 if passing and narrow else 10) * peak + busy + whole
+        fit = 1 if lane <= MAX_WHOLE_LANE and alone * lane <= budget else 0
     tiles += [Tile(min(fit, MAX_ROWS) >> i, region.lane) for i in range(fit.bit_length())]
     # Column passes: a few rows share the loads of the weights; columns stay wide enough for long
     # vector instructions.
@@ -144,6 +149,11 @@ def _npu(region: NormRegion, structure: Structure, target: Target) -> tuple[Tile
             if cols < region.lane:
                 tiles.append(Tile(rows, cols))
     return tuple(t for t in dict.fromkeys(tiles) if t.rows)
+
+
+def _stores_what_it_reads(region: NormRegion) -> bool:
+    """Whether an output is also an operand of what comes after it."""
+    return not {out.value for out in region.outputs}.isdisjoint(a for x in region.body for a in x.args)
 
 
 def _columns(lane: int, most: int) -> int:

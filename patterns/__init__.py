@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -117,14 +117,14 @@ def find_norms(lens: Lens) -> tuple[list[Found], list[tuple[Node, Decline]]]:
     return norms, refused
 
 
-def candidate(lens: Lens, found: Found) -> Candidate:
-    """The sites of a norm, from the largest growth to the bare norm."""
+def candidate(lens: Lens, found: Found, claimed: Collection[Node] = ()) -> Candidate:
+    """The sites of a norm, from the largest growth to the bare norm; `claimed` as in `grow`."""
     norm = found.norm
 
     def make(reach: Reach) -> Site:
         if norm.out in lens.transformed:
             raise Decline("inside a functorch transform", norm.out)
-        grown = grow(lens, (norm,), reach)
+        grown = grow(lens, (norm,), reach, claimed)
         name = pattern_name(lens, (norm,), grown)
         site = assemble(lens, name, (norm,), grown.interior, grown.outputs, grown.regroup,
                         grown.composites)

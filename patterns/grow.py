@@ -7,6 +7,7 @@ casts and pointwise ops that read nothing but the result. What stops growth is l
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -71,8 +72,9 @@ class Grown:
 class Grower:
     """Grows one norm, or several of one space, as far as `reach` says."""
 
-    def __init__(self, lens: Lens, norms: tuple[Norm, ...], reach: Reach):
-        self.lens, self.norms, self.reach = lens, norms, reach
+    def __init__(self, lens: Lens, norms: tuple[Norm, ...], reach: Reach,
+                 claimed: Collection[Node] = ()):
+        self.lens, self.norms, self.reach, self.claimed = lens, norms, reach, claimed
         self.interior: set[Node] = set().union(*(norm.interior for norm in norms))
         self.stored: list[Node] = []
         self.composites: list[Composite] = []
@@ -186,8 +188,10 @@ class Grower:
         return chain
 
     def _mine(self, node: Node) -> bool:
-        """Whether `node` may be touched at all: same segment, memory never written."""
-        return self.lens.segment[node] == self.segment and not self.lens.is_mutated(node)
+        """Whether `node` may be touched at all: same segment, memory never written, no part of a norm
+        (what makes up another norm is that one's own)."""
+        return self.lens.segment[node] == self.segment and not self.lens.is_mutated(node) and \
+            node not in self.claimed
 
     def _absorbable(self, node: Node, chain: list[Node]) -> bool:
         lens = self.lens
@@ -211,7 +215,7 @@ class Grower:
         # The kernel may store the value too, when it has the space's full shape.
         # Then none of those readers may come between it and the norm.
         return self.reach.store_up and not chain and not self.flat and self.regroup is None and \
-            word not in COPIES and len(self.stored) < 2 and \
+            word not in REGROUPING_VIEWS and len(self.stored) < 2 and \
             same_shape(fake.shape, self.space) and \
             not any(lens.leads_into(reader, self.interior) for reader in readers)
 
@@ -379,6 +383,9 @@ class Grower:
             or lens.tensor(arg).dim() <= 1 for arg in pointwise_args(lens, reader))
 
 
-def grow(lens: Lens, norms: tuple[Norm, ...], reach: Reach) -> Grown:
-    """The nodes that one kernel can take along with `norms`, and what it must write."""
-    return Grower(lens, norms, reach).run()
+def grow(lens: Lens, norms: tuple[Norm, ...], reach: Reach,
+         claimed: Collection[Node] = ()) -> Grown:
+    """The nodes that one kernel can take along with `norms`, and what it must write.
+
+    `claimed`: the nodes of all norms of the graph, which no other site grows into."""
+    return Grower(lens, norms, reach, claimed).run()

@@ -54,7 +54,8 @@ def test_pattern_is_in_the_table(pattern):
 def test_every_kind_of_growth_is_in_the_table():
     fields = set(vars(REACHES[0])) - {"name"}
     rows = {"pointwise_up": "pointwise above", "store_up": "add above",
-            "pointwise_down": "pointwise, cast below", "copies": "copy above"}
+            "pointwise_down": "pointwise, cast below", "copies": "copy above",
+            "rotary": "rotary below"}
     assert fields == set(rows)
     for row in rows.values():
         assert f"| {row} |" in PAGE

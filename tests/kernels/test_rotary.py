@@ -130,7 +130,8 @@ def test_tiles_with_room(op, lane, tile):
 def test_exact_moves(lane):
     """Nothing is rounded on the way, -0 and NaN move like any value; the norm above is centred, so
     padded columns matter."""
-    r = parse(f"space [*, {lane}]\nin x: f32[*, {lane}]\nscalar eps\nn: f32 = layer_norm(x, none, none, eps)\n"
+    r = parse(f"space [*, {lane}]\nin x: f32[*, {lane}]\nscalar eps\n"
+              f"n: f32 = layer_norm(x, none, none, eps)\n"
               f"h: f32 = rotate_half(x)\np: f32 = rotate_pairs(h)\nq: f32 = rms_norm(p, none, eps)\n"
               f"out n: f32 order(0, 1)\nout p: f32 order(0, 1)\nout q: f32 order(0, 1)")
     x = torch.randn(9, lane) + 100

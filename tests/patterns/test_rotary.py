@@ -157,7 +157,8 @@ def test_spellings(rotate, dynamic):
         for above in (False, True):
             torch._dynamo.reset()
             given = inputs(dtype, shape=None if above else (B, L, 1, D))
-            report = check(Model(rotate, above=above).to(dtype), *given, fused=1, dynamic=dynamic, exact=False)
+            model = Model(rotate, above=above).to(dtype)
+            report = check(model, *given, fused=1, dynamic=dynamic, exact=False)
             one(report, "rotate_half" if rotate in HALVES else "rotate_pairs")
 
 
@@ -296,8 +297,11 @@ def test_packed_halves_share_the_tables():
 def test_graph_of_aten_ops():
     for rotate in (slices, chunks):
         model = Model(rotate)
-        graph = make_fx(lambda weights, *given: functional_call(model, weights, given), tracing_mode="fake")(
-            dict(model.named_parameters()), *inputs()).graph
+
+        def call(weights, *given, model=model):
+            return functional_call(model, weights, given)
+
+        graph = make_fx(call, tracing_mode="fake")(dict(model.named_parameters()), *inputs()).graph
         fused, sites = fuse_graph(graph)
         assert fused is not None and "rotate_half" in sites[0].region
 
@@ -385,13 +389,12 @@ def transposed_part(x):
 
 
 @pytest.mark.parametrize("rotate", [
-    other_sign, no_sign, both_signs, other_order, pairs_to_halves, halves_to_pairs, pairs_by_rows, other_pairs,
-    one_further, along_rows, thirds, of_another_value, transposed_part], ids=lambda f: f.__name__)
+    other_sign, no_sign, both_signs, other_order, pairs_to_halves, halves_to_pairs, pairs_by_rows,
+    other_pairs, one_further, along_rows, thirds, of_another_value, transposed_part],
+    ids=lambda f: f.__name__)
 def test_other_rotations(rotate):
     model = Model(rotate)
-    given = inputs()
-    given = [given[0].new_tensor(torch.randn(B, 6, H, D)), *(torch.randn(B, 1, 6, D) for _ in range(2))]
-    without_rotation(model, *given)
+    without_rotation(model, torch.randn(B, 6, H, D), torch.randn(B, 1, 6, D), torch.randn(B, 1, 6, D))
 
 
 def read_half(x, cos, sin, rotate):
@@ -447,8 +450,8 @@ def written_half(x, cos, sin, rotate):
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("form", [read_half, read_q, partial, halved_tables, wan, complex_numbers, written_half],
-                         ids=lambda f: f.__name__)
+@pytest.mark.parametrize("form", [read_half, read_q, partial, halved_tables, wan, complex_numbers,
+                                  written_half], ids=lambda f: f.__name__)
 def test_other_forms(form, dynamic):
     for dtype in DTYPES:
         for norm in (RMS, nn.LayerNorm):
