@@ -105,7 +105,7 @@ def _fuse_graph(graph: Graph, options: Options) -> tuple[Graph | None, list[Site
             candidates.append(candidate(lens, found, claimed))
         else:
             declined.append(_declined(lens, norm.out, why, norm))
-    taken, lost = select(lens, candidates)
+    taken, lost = select(lens, candidates, claimed)
     join_packed(lens, taken)
     by_out = {found.norm.out: found.norm for found in norms}
     declined += [_declined(lens, c.anchor, c.reason, by_out[c.anchor]) for c in lost]

@@ -8,7 +8,7 @@ stay convex together: with each taken site contracted to one node, the order sta
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import networkx as nx
 from torch.fx import Node
@@ -24,15 +24,19 @@ class Candidate:
     `makers` are called in turn; one that raises Decline is skipped, its reason kept.
     """
 
-    def __init__(self, anchor: Node, makers: Iterator):
-        self.anchor, self._makers = anchor, makers
+    def __init__(self, anchor: Node, makers: Iterable[Callable[[], Site]]):
+        self.anchor, self._makers = anchor, tuple(makers)
+        self._next = 0
+        self._seen = 0  # how much was claimed when the makers were last started
         self.site: Site | None = None
         self.reason: Decline | None = None
 
     def advance(self) -> bool:
         """Move on to the next site; False when there is none left."""
         self.site = None
-        for make in self._makers:
+        while self._next < len(self._makers):
+            make = self._makers[self._next]
+            self._next += 1
             try:
                 self.site = make()
                 return True
@@ -40,9 +44,20 @@ class Candidate:
                 self.reason = self.reason or decline
         return False
 
+    def restart(self, claimed: int) -> None:
+        """Begin again with the largest site if more nodes are claimed than at the last start: growth
+        keeps out of them, so other sites come now."""
+        if claimed > self._seen:
+            self._next, self._seen = 0, claimed
 
-def select(lens: Lens, candidates: Sequence[Candidate]) -> tuple[Taken, list[Candidate]]:
-    """The chosen sites, and the candidates of which none could be taken (with their reasons)."""
+
+def select(lens: Lens, candidates: Sequence[Candidate],
+           claimed: set[Node] | None = None) -> tuple[Taken, list[Candidate]]:
+    """The chosen sites, and the candidates of which none could be taken (with their reasons).
+
+    `claimed`: the set that the candidates' growth keeps out of; what is taken is added to it.
+    """
+    claimed = set() if claimed is None else claimed
     taken, lost, heap = Taken(lens), [], []
 
     def push(candidate: Candidate) -> None:
@@ -57,9 +72,13 @@ def select(lens: Lens, candidates: Sequence[Candidate]) -> tuple[Taken, list[Can
     while heap:
         _, _, candidate = heapq.heappop(heap)
         refusal = taken.add(candidate.site)
-        if refusal is not None:
-            candidate.reason = candidate.reason or refusal
-            push(candidate)
+        if refusal is None:
+            claimed |= candidate.site.interior
+            continue
+        candidate.reason = candidate.reason or refusal
+        if taken.overlaps(candidate.site):
+            candidate.restart(len(claimed))
+        push(candidate)
     return taken, lost
 
 
@@ -79,6 +98,10 @@ class Taken:
     def sites(self) -> list[Site]:
         """The taken sites, in the order of their anchors."""
         return sorted(self._sites.values(), key=lambda site: self.lens.position[site.anchor])
+
+    def overlaps(self, site: Site) -> bool:
+        """Whether `site` holds a node of a taken one."""
+        return any(self.lens.position[node] in self._group for node in site.interior)
 
     def add(self, site: Site) -> Decline | None:
         """Take `site`; the reason where it conflicts with what is taken, and then it is not taken."""

@@ -136,4 +136,4 @@ def candidate(lens: Lens, found: Found, claimed: Collection[Node] = ()) -> Candi
                 raise Decline(f"refused by the contract: {error}", norm.out) from error
         return site
 
-    return Candidate(norm.out, iter([lambda reach=reach: make(reach) for reach in REACHES]))
+    return Candidate(norm.out, [lambda reach=reach: make(reach) for reach in REACHES])

@@ -330,6 +330,8 @@ def test_every_spelling_is_fused_or_declined_and_right(count, dynamic, capsys):
                            if [s.status for s in sites] != ["fused"]][:10]
 
 
+LEARNED = torch.tensor(1e-2, requires_grad=True)
+
 # What only looks like a norm. Each function is run on x (4, 16, 16), so that a wrong broadcast shows.
 
 
@@ -379,7 +381,7 @@ LOOK_ALIKES = {
     "eps times": (lambda x: x * torch.rsqrt(ms(x) * 1.5), None),
     "eps scaled": (lambda x: x * torch.rsqrt(torch.add(ms(x), 1e-1, alpha=2)), None),
     "eps per channel": (lambda x: x * torch.rsqrt(ms(x) + x[0, 0].abs()), None),
-    "two eps": (lambda x: x * torch.rsqrt(ms(x) + x[0, 0, 0].abs()), "eps is a tensor"),
+    "eps with a gradient": (lambda x: x * torch.rsqrt(ms(x) + LEARNED), "eps is no number"),
     "clamped": (lambda x: x * torch.rsqrt(ms(x).clamp(min=0.5)), None),
     "normalize": (lambda x: torch.nn.functional.normalize(x, dim=-1), None),
     "by norm": (lambda x: x / (x.norm(dim=-1, keepdim=True) + 1e-5), None),
