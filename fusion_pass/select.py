@@ -73,7 +73,7 @@ def select(lens: Lens, candidates: Sequence[Candidate],
         _, _, candidate = heapq.heappop(heap)
         refusal = taken.add(candidate.site)
         if refusal is None:
-            claimed |= candidate.site.interior
+            claimed.update(candidate.site.interior)
             continue
         candidate.reason = candidate.reason or refusal
         if taken.overlaps(candidate.site):

@@ -49,7 +49,8 @@ _TABLE = (
               "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", commutative=True),
     Pointwise("minimum", 2, "torch.minimum",
               "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", commutative=True),
-    Pointwise("neg", 1, "torch.neg", "-({0})"),
+    # Triton's -x is 0 - x, which loses the sign of -0.
+    Pointwise("neg", 1, "torch.neg", "({0}) * -1.0"),
     Pointwise("abs", 1, "torch.abs", "tl.abs({0})"),
     Pointwise("exp", 1, "torch.exp", "tl.exp({0})"),
     Pointwise("sqrt", 1, "torch.sqrt", "tl.sqrt({0})"),

@@ -47,27 +47,28 @@ def reference(region: NormRegion, inputs: Sequence[torch.Tensor],
 def program(region: NormRegion) -> Callable:
     """The reference as one Python function of the inputs, then the scalars: what `reference` calls, for
     callers that keep it. Written out as source so that a call costs little more than its torch ops."""
-    names = [x.name for x in region.inputs]
+    names = [_variable(x.name) for x in region.inputs]
     scope: dict = {"torch": torch, "layer_norm": F.layer_norm, "rms_norm": F.rms_norm, "REGION": region,
                    "LANE": (region.lane,), "laid_out": _laid_out,
                    "broadcast_sizes": broadcast_sizes, **_LANE_FUNCTIONS,
                    **{word.upper(): dtype for word, dtype in TORCH_DTYPES.items()}}
-    lines = [f"def run({', '.join((*names, *region.scalars))}):"]
+    lines = [f"def run({', '.join((*names, *map(_variable, region.scalars)))}):"]
     for line in region.body:
         lines += [f"    {text}" for text in _statements(region, line, scope)]
-    full = [x.name for x in region.inputs if x.dims == ("*",) * region.outer + (region.lane,)]
+    full = [_variable(x.name) for x in region.inputs if x.dims == ("*",) * region.outer + (region.lane,)]
     sizes = f"{full[0]}.shape" if full else \
         f"broadcast_sizes(REGION, ({' '.join(f'{n}.shape,' for n in names)}))"
     lines.append(f"    SIZES = {sizes}")
     used: set[str] = set()
     for i, out in enumerate(region.outputs):
         # An output must be a tensor of its own: not an input, and not the same one twice.
-        fresh = out.value not in used and out.value not in names
-        text = f"laid_out({out.value}, SIZES, {out.order}, {fresh})"
+        value = _variable(out.value)
+        fresh = value not in used and value not in names
+        text = f"laid_out({value}, SIZES, {out.order}, {fresh})"
         if fresh and out.order == tuple(range(region.rank)):
-            text = f"{out.value} if {out.value}.is_contiguous() and {out.value}.shape == SIZES else {text}"
+            text = f"{value} if {value}.is_contiguous() and {value}.shape == SIZES else {text}"
         lines.append(f"    O{i} = {text}")
-        used.add(out.value)
+        used.add(value)
     lines.append(f"    return {' '.join(f'O{i},' for i in range(len(region.outputs)))}")
     exec(compile("\n".join(lines), "<ascend_ln_fuse reference>", "exec"), scope)
     run = scope["run"]
@@ -85,18 +86,19 @@ def program(region: NormRegion) -> Callable:
 def _statements(region: NormRegion, line, scope: dict) -> list[str]:
     """Python source of one line. Names come from the region's grammar, numbers from `repr`."""
     def word(arg) -> str:
-        return arg if isinstance(arg, str) else _number(arg)
+        return _variable(arg) if isinstance(arg, str) else _number(arg)
 
+    name = _variable(line.name)
     if line.op == "cast":
-        return [f"{line.name} = {line.args[0]}.to({line.dtype.upper()})"]
+        return [f"{name} = {word(line.args[0])}.to({line.dtype.upper()})"]
     if line.op in NORMS:
         first, *rest, eps = map(word, line.args)
         if line.args[-1] in region.dtype_of:
             eps = f"{eps}.item()"  # torch's norms want a number
         rest.append(eps)
-        return [f"{line.name} = {line.op}({first}, LANE, {', '.join(rest)})"]
+        return [f"{name} = {line.op}({first}, LANE, {', '.join(rest)})"]
     if line.op in LANE_OPS:
-        return [f"{line.name} = {line.op}({word(line.args[0])})"]
+        return [f"{name} = {line.op}({word(line.args[0])})"]
     scope[f"op_{line.op}"] = torch_function(line.op)
     tensors = region.dtype_of
     words = list(map(word, line.args))
@@ -107,8 +109,13 @@ def _statements(region: NormRegion, line, scope: dict) -> list[str]:
             words[i] = (f"torch.as_tensor({words[i]}, dtype={line.dtype.upper()}, "
                         f"device={words[1 - i]}.device)")
     dtype = line.dtype.upper()
-    return [f"{line.name} = op_{line.op}({', '.join(words)})",
-            f"if {line.name}.dtype != {dtype}: {line.name} = {line.name}.to({dtype})"]
+    return [f"{name} = op_{line.op}({', '.join(words)})",
+            f"if {name}.dtype != {dtype}: {name} = {name}.to({dtype})"]
+
+
+def _variable(name: str) -> str:
+    """A region's name as one that is no word of Python's or of the source."""
+    return f"V_{name}"
 
 
 def _number(value) -> str:

@@ -34,6 +34,7 @@ BUSY_OPS = {"gelu", "gelu_tanh", "silu", "sigmoid", "tanh"}
 
 #: Ascend: the share of the Unified Buffer that the estimate may fill.
 UB_SHARE = 0.95
+UB_SHARE_950 = 0.97
 
 #: CUDA: bytes that one program and one warp load, and the most columns of a tile in registers.
 CUDA_TILE_BYTES = 4096
@@ -121,14 +122,15 @@ def _cuda(region: NormRegion, structure: Structure, target: Target) -> tuple[Til
 
 
 def _npu(region: NormRegion, structure: Structure, target: Target) -> tuple[Tile, ...]:
-    budget = int(target.budget * UB_SHARE)
+    budget = int(target.budget * (UB_SHARE_950 if target.eager_buffers else UB_SHARE))
     peak = live_tiles(region, structure)
     whole, passed = held_bytes(region, structure)
     busy = 2 * any(line.op in BUSY_OPS for line in region.body)
     # A sum that is stored and then normalised is written as soon as it is known (codegen), which spares
     # the tile that it would wait in.
     passing = peak > 1 and _stores_what_it_reads(region)
-    each = 8 * peak + (2 if passing else 6) + busy
+    least = _eager_bytes(region, structure, passing) if target.eager_buffers else 0
+    each = max(8 * peak + (2 if passing else 6) + busy, least)
     lane = -(-region.lane // LANE_MULTIPLE) * LANE_MULTIPLE
     tiles = []
     fit = (budget - whole * lane) // (each * lane)
@@ -137,7 +139,7 @@ def _npu(region: NormRegion, structure: Structure, target: Target) -> tuple[Tile
     if structure.wide or fit <= 1:
         # A row alone needs less: its reductions have no tree of rows.
         narrow = all(DTYPES[x.dtype] < 4 for x in (*region.inputs, *region.outputs))
-        alone = (8 if passing and narrow else 10) * peak + busy + whole
+        alone = max((8 if passing and narrow else 10) * peak + busy, least) + whole
         fit = 1 if lane <= MAX_WHOLE_LANE and alone * lane <= budget else 0
     tiles += [Tile(min(fit, MAX_ROWS) >> i, region.lane) for i in range(fit.bit_length())]
     # Column passes: a few rows share the loads of the weights; columns stay wide enough for long
@@ -149,6 +151,21 @@ def _npu(region: NormRegion, structure: Structure, target: Target) -> tuple[Tile
             if cols < region.lane:
                 tiles.append(Tile(rows, cols))
     return tuple(t for t in dict.fromkeys(tiles) if t.rows)
+
+
+def _eager_bytes(region: NormRegion, structure: Structure, passing: bool) -> int:
+    """Bytes per element of a tile on Ascend 950, where every tile that streams through is held twice. Fitted,
+    like the rest, to where that SoC's compiler drops double buffering."""
+    tensors = (*region.inputs, *region.outputs)
+    stream = sum(DTYPES[x.dtype] for x, s in zip(tensors, structure.operands)
+                 if s.lane and s.moving[structure.blocked])
+    if passing:
+        return stream * 3 // 2
+    wide = any(DTYPES[x.dtype] > 2 for x, s in zip(tensors, structure.operands) if any(s.moving))
+    affine = any(s.lane and not any(s.moving) for s in structure.operands)
+    # Half precision is widened, and a norm in fp32 centres its rows a second time (codegen).
+    again = 4 * any(x.op == "layer_norm" and x.dtype == region.compute for x in region.body)
+    return 2 * stream + (8 if wide else (8 if affine else 6) + again)
 
 
 def _stores_what_it_reads(region: NormRegion) -> bool:

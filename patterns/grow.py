@@ -297,7 +297,7 @@ class Grower:
         hidden = set().union(*(composite.nodes for composite in composites))
         readers = [reader for reader in readers if reader not in hidden]
         if not (readers or composites) or \
-                not all(self._absorbs_reader(reader, node, twins) for reader in readers):
+                not all(self._absorbs_reader(reader, node, twins, readers) for reader in readers):
             return [node]
         if len(readers) + len(composites) + len(self.stored) > 3:
             return [node]
@@ -342,6 +342,11 @@ class Grower:
                 self.regroup is not None or self.axis != -1 or len(self.norms) > 1:
             return False
         source = lens.tensor(node)
+        # A view cannot be taken of a broadcast operand (a modulate's [B, 1, D]) that stands above it.
+        if any(arg not in self.interior and lens.tensor(arg).dim() > 1
+               and not same_shape(lens.tensor(arg).shape, source.shape)
+               for below in self.below if pointwise_word(lens, below) for arg in self._tensor_args(below)):
+            return False
         return lens.is_view(view) and lens.kind(view) in STRIDE_FREE_VIEWS and self._mine(view) and \
             fake.dim() > 0 and same(fake.shape[-1], source.shape[-1]) and \
             same(fake.stride(-1), source.stride(-1)) and not same(source.shape[-1], 1)
@@ -359,7 +364,7 @@ class Grower:
             return [node]
         return leaves
 
-    def _absorbs_reader(self, reader: Node, node: Node, twins: list[Node]) -> bool:
+    def _absorbs_reader(self, reader: Node, node: Node, twins: list[Node], fellows: list[Node]) -> bool:
         lens = self.lens
         fake = lens.tensor(reader)
         if fake is None or lens.is_view(reader) or not self._mine(reader) or \
@@ -374,7 +379,7 @@ class Grower:
             return False
         # No operand may be made from what the site yields.
         others = [arg for arg in self._tensor_args(reader)
-                  if arg not in self.interior and arg not in twins]
+                  if arg not in self.interior and arg not in twins and arg not in fellows]
         if others and any(lens.leads_into(other, others) for other in (node, *self.stored)):
             return False
         # In a regrouped space operands are laid out otherwise than the result: lanes only.

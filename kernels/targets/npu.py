@@ -34,6 +34,7 @@ def describe(soc: str) -> Target:
     return Target(name=soc, backend="npu", cores=cores, budget=budget, power_of_two=False,
                   persistent=True, double_buffer=True, units=False, precise=False,
                   dtypes=("bf16", "f16", "f32"),
+                  eager_buffers=budget > DEFAULT[1],
                   permutes=False)  # Ascend's compiler takes a permutation of the lane element by element
 
 

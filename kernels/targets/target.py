@@ -28,6 +28,8 @@ class Target:
             provable alignment).
         precise: tl.sqrt and division are approximate; the correctly rounded forms exist.
         dtypes: dtype words that it can load, store and compute in.
+        eager_buffers: the compiler holds every loaded and stored tile twice before it saves memory
+            elsewhere (Ascend 950); else it reuses buffers first.
         permutes: tiles may be permuted along the lane (region.LANE_OPS).
     """
 
@@ -42,6 +44,7 @@ class Target:
     precise: bool
     dtypes: tuple[str, ...] = FLOATS
     permutes: bool = True
+    eager_buffers: bool = False
 
     def interpreted(self) -> Target:
         """The same rules, run by Triton's interpreter on CPU tensors."""

@@ -23,6 +23,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
+
 from ascend_ln_fuse.kernels.ascend import Outcome, Planned, toolchain
 from ascend_ln_fuse.kernels.ascend.evidence import compile_kernel
 from ascend_ln_fuse.kernels.ascend.lint import errors, lint

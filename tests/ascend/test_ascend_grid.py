@@ -10,13 +10,6 @@ import torch
 
 pytest.importorskip("triton.backends.ascend", reason="needs triton-ascend")
 pytest.importorskip("ascendnpuir", reason="needs ascendnpu-ir")
-from ascend_ln_fuse.kernels.ascend import Outcome  # noqa: E402
-from ascend_ln_fuse.kernels.ascend.evidence import compile_kernel, launch_bytes  # noqa: E402
-from ascend_ln_fuse.kernels.ascend.verify import ideal_bytes, verify  # noqa: E402
-from ascend_ln_fuse.kernels.call import Call  # noqa: E402
-from ascend_ln_fuse.kernels.launch import offline  # noqa: E402
-from ascend_ln_fuse.kernels.region import parse  # noqa: E402
-from ascend_ln_fuse.kernels.source import Tile  # noqa: E402
 from grid import (  # noqa: E402
     DOCS,
     DTYPES,
@@ -31,6 +24,14 @@ from grid import (  # noqa: E402
     table,
 )
 from norm_cases import region  # noqa: E402
+
+from ascend_ln_fuse.kernels.ascend import Outcome  # noqa: E402
+from ascend_ln_fuse.kernels.ascend.evidence import compile_kernel, launch_bytes  # noqa: E402
+from ascend_ln_fuse.kernels.ascend.verify import ideal_bytes, verify  # noqa: E402
+from ascend_ln_fuse.kernels.call import Call  # noqa: E402
+from ascend_ln_fuse.kernels.launch import offline  # noqa: E402
+from ascend_ln_fuse.kernels.region import parse  # noqa: E402
+from ascend_ln_fuse.kernels.source import Tile  # noqa: E402
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)

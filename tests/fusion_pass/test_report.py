@@ -415,7 +415,8 @@ class Broken:
         raise RuntimeError
 
 
-@pytest.mark.parametrize("stream", [closed(), None, Broken(), object()], ids=["closed", "none", "broken", "no stream"])
+@pytest.mark.parametrize("stream", [closed(), None, Broken(), object()],
+                         ids=["closed", "none", "broken", "no stream"])
 def test_emit_survives_any_stderr(stream, monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream)
     emit(TWO)

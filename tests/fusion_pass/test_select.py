@@ -21,8 +21,13 @@ def lens_of(edges, count):
     order = nx.DiGraph()
     order.add_nodes_from(range(count))
     order.add_edges_from(edges)
-    nodes = [SimpleNamespace(name=f"n{i}") for i in range(count)]
+    nodes = [FakeNode(f"n{i}") for i in range(count)]
     return SimpleNamespace(nodes=nodes, position=Positions(nodes), order=order)
+
+
+class FakeNode:
+    def __init__(self, name):
+        self.name = name
 
 
 class Positions(dict):
