@@ -14,7 +14,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 JOBS ?= auto
 
-.PHONY: demo test test-gpu bench lint setup clean
+.PHONY: demo test test-gpu ascend-sweep bench lint setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -28,6 +28,10 @@ lint: $(READY)
 # The numerics of every kernel shape on an NVIDIA GPU; skipped, with a message, where there is none.
 test-gpu: build/gpu-site
 	ASCEND_LN_FUSE_STRICT=1 PYTHONPATH=build/gpu-site $(PYTHON) -m pytest -q $(ARGS) tests/gpu
+
+# Every kernel of the grid through Ascend's compilers and the interpreter, anew; rewrites docs/ascend.md's table.
+ascend-sweep: $(READY)
+	$(BIN)/python tests/ascend/grid.py $(ARGS)
 
 bench: build/gpu-site
 	PYTHONPATH=build/gpu-site $(PYTHON) benchmarks/strided_norm.py $(ARGS)

@@ -307,19 +307,23 @@ class _Npu(_Kernel):
         if self.launch is not None:
             self.launch(*arguments)
             return
+        options = {}
         while True:
             try:
-                compiled = _jit(self.source)[(self.grid,)](*arguments)
+                compiled = _jit(self.source)[(self.grid,)](*arguments, **options)
                 break
             except Exception as error:
                 # What the compiler wrote is the only sign of a tile too large for the Unified Buffer.
                 if "overflow" not in str(error).lower():
                     raise
-                if not self.next_tile():
+                if self.next_tile():
+                    count = len(self.region.inputs) + len(self.region.outputs)
+                    numbers = arguments[len(arguments) - len(self.region.scalars):]
+                    arguments = [*arguments[:count], *self.integers, *numbers]
+                elif not options:
+                    options = {"multibuffer": False}  # the smallest tile, once in memory instead of twice
+                else:
                     raise Unsupported(f"no tile fits the Unified Buffer of {self.target.name}") from error
-                count = len(self.region.inputs) + len(self.region.outputs)
-                numbers = arguments[len(arguments) - len(self.region.scalars):]
-                arguments = [*arguments[:count], *self.integers, *numbers]
         self.launch = compiled[(self.grid, 1, 1)]
 
 

@@ -159,7 +159,7 @@ def _eager_bytes(region: NormRegion, structure: Structure, passing: bool) -> int
     tensors = (*region.inputs, *region.outputs)
     stream = sum(DTYPES[x.dtype] for x, s in zip(tensors, structure.operands)
                  if s.lane and s.moving[structure.blocked])
-    if passing:
+    if passing and len(region.norms) == 1:
         return stream * 3 // 2
     wide = any(DTYPES[x.dtype] > 2 for x, s in zip(tensors, structure.operands) if any(s.moving))
     affine = any(s.lane and not any(s.moving) for s in structure.operands)

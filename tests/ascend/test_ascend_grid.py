@@ -25,7 +25,7 @@ from grid import (  # noqa: E402
 )
 from norm_cases import region  # noqa: E402
 
-from ascend_ln_fuse.kernels.ascend import Outcome  # noqa: E402
+from ascend_ln_fuse.kernels.ascend import Outcome, interpret  # noqa: E402
 from ascend_ln_fuse.kernels.ascend.evidence import compile_kernel, launch_bytes  # noqa: E402
 from ascend_ln_fuse.kernels.ascend.verify import ideal_bytes, verify  # noqa: E402
 from ascend_ln_fuse.kernels.call import Call  # noqa: E402
@@ -93,6 +93,37 @@ def test_bytes_of_the_articles_shape_are_the_ideal(kernel_cache):
     assert 0 <= counted - sum(ideal_bytes(kernel, kernel.grid)) < 2 * 96 * 3 * 128 * 2  # ragged tiles
 
 
+COPY = "space [*, *, 128]\nin x: {a}[*, *, 128]\nv0: {b} = cast(x)\nout v0: {b} order(0, 1, 2)"
+
+
+def run_whole(r, inputs, scalars=()):
+    """(outputs, bytes moved) of the kernel for a call, compiled and interpreted."""
+    kernel = offline(r, [x.shape for x in inputs], [x.stride() for x in inputs], cores=4)
+    arguments, outputs = kernel.arguments(inputs, scalars)
+    counters = interpret(compile_kernel(kernel, SOC), None, arguments, (kernel.grid,))
+    return outputs, counters.gm_to_ub + counters.ub_to_gm
+
+
+def test_the_unfused_chain_moves_what_was_predicted():
+    """Cast up, slice, norm and cast down as kernels of their own: 28 bytes an element against 4. Each is
+    generated and compiled like the fused one."""
+    packed = torch.randn(300, 9, 128).bfloat16()
+    w, b = torch.randn(2, 128).unbind(0)
+    q = packed.view(300, 3, 3, 128).unbind(1)[0]
+    (fused,), together = run_whole(region("cast_chain", 128, "bf16"), [q, w, b], [1e-5])
+
+    (wide,), cast = run_whole(parse(COPY.format(a="bf16", b="f32")), [q])
+    spread = torch.zeros(300, 9, 128)
+    spread.view(300, 3, 3, 128)[:, 0] = wide
+    (dense,), copy = run_whole(parse(COPY.format(a="f32", b="f32")), [spread.view(300, 3, 3, 128)[:, 0]])
+    (normed,), norm = run_whole(region("layer_norm", 128, "f32"), [dense, w, b], [1e-5])
+    (narrow,), back = run_whole(parse(COPY.format(a="f32", b="bf16")), [normed])
+    assert torch.equal(narrow, fused)
+    elements, parameters = q.numel(), 4 * 2 * 128 * 4
+    assert together == 4 * elements + parameters
+    assert (cast, copy, norm, back) == (6 * elements, 8 * elements, 8 * elements + parameters, 6 * elements)
+
+
 # -- the planner's memory model
 
 RMS_RESIDUAL = """\
@@ -130,7 +161,7 @@ def planned_call(kind, lane):
     sizes = (4, 8000, lane)
     shapes = tuple(tuple(1 if d == 1 else sizes[3 - len(x.dims) + i] for i, d in enumerate(x.dims))
                    for x in r.inputs)
-    strides = tuple({3: (s[-2] * lane, lane, 1), 1: (1,)}[len(s)] for s in shapes)
+    strides = tuple((s[1] * lane, lane, 1) if len(s) == 3 else (1,) for s in shapes)
     return Call(r, shapes, strides, CPU, SOC)
 
 

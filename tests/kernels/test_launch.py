@@ -231,16 +231,16 @@ def test_candidates_of_a_call():
 class _FakeKernel:
     """Stands for a JIT function of an NPU whose compiler overflows for tiles above `fits` rows."""
 
-    tried: list[int] = []
+    tried: list = []
     fits = 24
 
     def __init__(self, source):
         self.rows = source.tile.rows
 
     def __getitem__(self, grid):
-        def start(*arguments):
-            self.tried.append(self.rows)
-            if self.rows > self.fits:
+        def start(*arguments, **options):
+            self.tried.append((self.rows, options) if options else self.rows)
+            if self.rows > self.fits * (1 if options.get("multibuffer", True) else 2):
                 raise RuntimeError("ub overflow, requires 2097152 bits while 1572864 bits available!")
             return {(*grid, 1, 1): lambda *arguments: self.tried.append(-self.rows)}
 
@@ -267,6 +267,16 @@ def test_npu_falls_down_the_ladder(fake_npu):
     for _ in range(2):
         run(inputs, [1e-5])
     assert _FakeKernel.tried == [96, 48, 24, -24]
+    assert not run.reasons
+
+
+def test_npu_does_without_double_buffering_at_last(fake_npu, monkeypatch):
+    monkeypatch.setattr(_FakeKernel, "fits", 0.5)
+    r = region("layer_norm", 128, "bf16")
+    run, inputs = Runner(r, fake_npu), inputs_for(r, (2, 5))
+    run(inputs, [1e-5])
+    *tiles, last = _FakeKernel.tried
+    assert tiles == sorted(tiles, reverse=True) and last == (1, {"multibuffer": False})
     assert not run.reasons
 
 
