@@ -58,30 +58,27 @@ def show_evidence(found: Sequence[Evidence], reports: Sequence[FusionReport], so
     if not found:
         console.print("No kernel would be launched.")
         return
-    where = _sites_of(reports)
-    table = _table(("kernel, and where it is launched", "left"), ("tile", "right"), ("UB KiB", "right"),
+    table = _table(("kernel", "left"), ("calls", "right"), ("tile", "right"), ("UB KiB", "right"),
                    ("bytes moved", "right"), ("verdict", "left"))
-    notes = []
     for one in found:
-        lines = [Text(f"{one.kernel or '(none)'}  x{one.calls}")]
-        sites = where.get(one.kernel, [])
-        lines += [Text(f"  {visible(place)}", style="dim") for place in sites[:MAX_SITES]]
-        if len(sites) > MAX_SITES:
-            lines.append(Text(f"  and {len(sites) - MAX_SITES} more", style="dim"))
         moved = one.bytes_moved or one.bytes_ideal
         ratio = f"{one.bytes_moved / one.bytes_ideal:.2f}x ideal" if one.bytes_moved else "at the least"
         style = "red" if one.failed else "green" if one.verdict == "ok" else "yellow"
+        right = "\nrun, right" if one.verified and one.verified.right else ""
+        tile = one.tile.replace(" rows x ", " x ").replace(" columns", "")
         table.add_row(
-            Group(*lines), one.tile.replace(" rows x ", " x ").replace(" columns", ""),
+            one.kernel or "(none)", str(one.calls), tile,
             f"{one.ub_bytes / 1024:.0f}/{one.ub_limit // 1024}" if one.ub_bytes else "",
-            f"{traffic(moved, None)}\n{ratio}" if moved else "",
-            Text(one.verdict + ("\nrun, right" if one.verified and one.verified.right else ""), style))
-        notes += [f"{one.kernel}: tile {visible(line)}" for line in one.refused]
-        if one.reason:
-            notes.append(f"{one.kernel or '(none)'}: {visible(one.reason)}")
+            f"{traffic(moved, None)}\n{ratio}" if moved else "", Text(one.verdict + right, style))
     console.print(table)
-    for note in notes:
-        console.print(Text(note, overflow="fold"))
+    where = _sites_of(reports)
+    for one in found:
+        for line in (*one.refused, *([one.reason] if one.reason else ())):
+            console.print(Text(f"{one.kernel or '(none)'}: {visible(line)}", overflow="fold"))
+        if sites := where.get(one.kernel, []):
+            shown = [visible(place) for place in sites[:MAX_SITES]]
+            more = [f"and {len(sites) - MAX_SITES} more"] if len(sites) > MAX_SITES else []
+            console.print(Text("\n  ".join([f"{one.kernel} is launched at", *shown, *more]), "dim"))
     versions = " and ".join(f"{name} {version}" for name, version in tools.items())
     console.print(Text(f"Compiled for {soc} by {versions}, up to the closed last step. "
                        "Nothing ran on an NPU.", style="dim"))
@@ -133,8 +130,8 @@ def show_profile(profile: Profile, sites: Sequence[FusedSite] | None) -> None:
     console.print(table)
     missing = sum(not site.launches for site in sites)
     if missing:
-        console.print(f"{missing} of {len(sites)} fused sites have no launch in this profile. Kernels are named "
-                      "for the sizes and the SoC that the report was made with.")
+        console.print(f"{missing} of {len(sites)} fused sites have no launch in this profile. Kernels are "
+                      "named for the sizes and the SoC that the report was made with.")
 
 
 def _share(count: int, launches: int) -> str:

@@ -186,8 +186,8 @@ def summary(results: list[Result]) -> str:
     good = [r for r in results if not r.problem]
     worst = max(r.verified.share for r in good)
     versions = " and ".join(f"{n} {importlib.metadata.version(n)}" for n in ("triton-ascend", "ascendnpu-ir"))
-    return (f"{len(good)} of {len(results)} kernels compile for {SOC} with double buffering, are clean by the "
-            f"lint and compute right ({versions}). The largest error is {worst:.2f} of what is allowed.")
+    return (f"{len(good)} of {len(results)} kernels compile for {SOC} with double buffering, are clean by "
+            f"the lint and compute right ({versions}). The largest error is {worst:.2f} of what is allowed.")
 
 
 def main() -> None:
@@ -207,9 +207,8 @@ def main() -> None:
     text = f"{summary(results)}\n\n{table(results)}\n"
     print(text)
     if not args.dry:
-        page = DOCS.read_text()
-        new = re.sub(r"(?<=<!-- grid -->\n).*?(?=<!-- end of grid -->)", lambda _: text, page, flags=re.DOTALL)
-        DOCS.write_text(new)
+        old = re.compile(r"(?<=<!-- grid -->\n).*?(?=<!-- end of grid -->)", re.DOTALL)
+        DOCS.write_text(old.sub(lambda _: text, DOCS.read_text(encoding="utf-8")), encoding="utf-8")
     sys.exit(any(r.problem for r in results))
 
 

@@ -11,6 +11,7 @@ For processes of their own: the name stays for the life of a process. `install()
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import tempfile
@@ -92,8 +93,8 @@ def _fallback(op, *args, **kwargs):
     def lift(x):
         if not isinstance(x, torch.Tensor):
             return x
-        return next((mine for mine, plain in pairs if plain is x), None) if any(
-            plain is x for _, plain in pairs) else to_npu(x)
+        mine = [npu for npu, plain in pairs if plain is x]  # an in-place op returns what it was given
+        return mine[0] if mine else to_npu(x)
 
     args, kwargs = pytree.tree_map(lower, (args, kwargs))
     return pytree.tree_map(lift, op(*args, **kwargs))
@@ -107,6 +108,8 @@ ATEN = torch.ops.aten
 #: Views, whose CPU kernels only look at sizes and keep the tensor's keys and storage.
 _VIEWS = (ATEN.as_strided.default, ATEN.view.default, ATEN._reshape_alias.default, ATEN.unfold.default,
           ATEN.set_.source_Storage_storage_offset)
+#: Ops that PyTorch would otherwise put together from others, less exactly than its CPU kernels.
+_WHOLE = (ATEN.native_layer_norm.default, ATEN.native_layer_norm_backward.default)
 
 
 # -- torch_npu and the driver -----------------------------------------------------------------------
@@ -201,6 +204,8 @@ def install() -> Launches:
     library.impl("_copy_from", _copy_from, "PrivateUse1")
     for op in _VIEWS:
         library.impl(op, _view(op), "PrivateUse1")
+    for op in _WHOLE:
+        library.impl(op, functools.partial(_fallback, op), "PrivateUse1")
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(_fallback, "PrivateUse1")
     _KEEP.extend([library, everything])

@@ -315,10 +315,9 @@ def graph_of(f, *args, dynamic=None) -> GraphModule:
 
 def lies(monkeypatch, lie):
     """Have every pattern's site changed by `lie`."""
-    def lying(lens, norm):
-        found = candidate(lens, norm)
-        makers = found._makers
-        found._makers = (lambda make=make: lie(make()) for make in makers)
+    def lying(*args):
+        found = candidate(*args)
+        found._makers = [lambda make=make: lie(make()) for make in found._makers]
         return found
 
     monkeypatch.setattr(backend, "candidate", lying)
