@@ -37,6 +37,14 @@ def _table(*columns: tuple[str, str]) -> Table:
     return table
 
 
+def _print(console: Console, table: Table) -> None:
+    """The table, without the blanks that fill its last column."""
+    with console.capture() as captured:
+        console.print(table)
+    for line in captured.get().splitlines():
+        console.print(Text.from_ansi(line.rstrip()), soft_wrap=True)
+
+
 def show_reports(reports: Sequence[FusionReport], full: bool) -> None:
     """A table a graph."""
     console = _console()
@@ -70,7 +78,7 @@ def show_evidence(found: Sequence[Evidence], reports: Sequence[FusionReport], so
             one.kernel or "(none)", str(one.calls), tile,
             f"{one.ub_bytes / 1024:.0f}/{one.ub_limit // 1024}" if one.ub_bytes else "",
             f"{traffic(moved, None)}\n{ratio}" if moved else "", Text(one.verdict + right, style))
-    console.print(table)
+    _print(console, table)
     where = _sites_of(reports)
     for one in found:
         for line in (*one.refused, *([one.reason] if one.reason else ())):
@@ -110,7 +118,7 @@ def show_profile(profile: Profile, sites: Sequence[FusedSite] | None) -> None:
                 name.append(f" of {visible(norm.api)}", style="dim")
             table.add_row(Group(name, Text("  " + visible(norm.shapes), style="dim")) if norm.shapes
                           else name, str(norm.launches), Text(visible(hidden, keep="\n") or "none"))
-        console.print(table)
+        _print(console, table)
     launches = sum(norm.launches for norm in profile.norms)
     console.print(f"{profile.rows} kernels: {launches} norms, {profile.hidden} hidden kernels around them, "
                   f"{profile.ours.total()} fused kernels of ascend_ln_fuse.")
@@ -127,7 +135,7 @@ def show_profile(profile: Profile, sites: Sequence[FusedSite] | None) -> None:
     for site in sites:
         lines = [Text(visible(site.where)), Text("  " + visible(site.kernel or "no kernel"), style="dim")]
         table.add_row(Group(*lines), str(site.launches) if site.launches else Text("none", "red"))
-    console.print(table)
+    _print(console, table)
     missing = sum(not site.launches for site in sites)
     if missing:
         console.print(f"{missing} of {len(sites)} fused sites have no launch in this profile. Kernels are "

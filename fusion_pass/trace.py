@@ -8,8 +8,12 @@ the fakes, so that graph breaks and what follows them are seen too. No kernel is
 from __future__ import annotations
 
 import contextlib
+import logging
+import re
 import time
+import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -111,24 +115,33 @@ def _report(gm: torch.fx.GraphModule, options: Options, number: int) -> FusionRe
 
 @contextlib.contextmanager
 def _no_device() -> Iterator[None]:
-    """torch takes it that there is a device behind the name, and would make constants there."""
-    with mock.patch.object(FakeTensorMode, "avoid_device_init", property(lambda self: True)):
+    """torch takes it that there is a device behind the name, and would make constants there. Nor is its
+    log of what a model does wrong wanted: the error says so."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    always = property(lambda self: True)
+    with mock.patch.object(log, "disabled", True), \
+            mock.patch.object(FakeTensorMode, "avoid_device_init", always):
         yield
 
 
 def _cause(error: BaseException) -> str:
-    """The innermost error, with a word on why where fakes are to blame."""
+    """The innermost error, the user's line, and a word on why where fakes are to blame."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
     chain = [error]
     while (inner := chain[-1].__cause__ or chain[-1].__context__) is not None and inner not in chain:
         chain.append(inner)
-    text = describe(error)
-    for one in chain:
-        if isinstance(one, (DataDependentOutputException, DynamicOutputShapeException)):
-            text += ". It needs a value out of a tensor (.item(), nonzero, a data-dependent branch), and " \
-                    "there are no values here"
-            break
+    text = describe(chain[-1])
+    # Dynamo writes the user's frames into its message.
+    frames = re.findall(r'File "([^"]+)", line (\d+)', str(error).partition("from user code")[2])
+    frames = frames or [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)
+                        if not re.search(r"[\\/]torch[\\/]", f.filename) and f.filename != __file__]
+    if frames:
+        path, line = frames[-1]
+        text += f" ({Path(path).name}:{line})"
+    if any(isinstance(e, (DataDependentOutputException, DynamicOutputShapeException)) for e in chain):
+        text += ". It needs a value out of a tensor (.item(), nonzero, a branch on data), and there are no " \
+                "values here"
     return text
 
 

@@ -68,11 +68,11 @@ def analyse(region: NormRegion, structure: Structure, rows: int) -> dict[str, Va
     """Every input, scalar and line of `region`, for tiles of `rows` rows.
 
     Raises:
-        Unsupported: a norm of a value without a lane, or an eps that is a tensor.
+        Unsupported: a norm of a value without a lane, or an eps that is no single number.
     """
     values: dict[str, Value] = {}
     for operand, shape in zip(region.inputs, structure.operands):
-        moves = shape.moving[structure.blocked] and rows > 1
+        moves = structure.along(shape) and rows > 1
         values[operand.name] = Value(variable(operand.name), moves, shape.lane,
                                      not any(shape.moving), operand.dtype, shape.lane)
     for name in region.scalars:
@@ -81,8 +81,9 @@ def analyse(region: NormRegion, structure: Structure, rows: int) -> dict[str, Va
         if line.op in NORMS:
             if not values[line.args[0]].lane:
                 raise Unsupported(f"{line.op} of a value without a lane, {line.args[0]}")
-            if isinstance(line.args[-1], str) and line.args[-1] not in region.scalars:
-                raise Unsupported(f"eps of {line.name} is a tensor, {line.args[-1]}")
+            eps = values.get(line.args[-1])
+            if eps is not None and (eps.rows or eps.lane):
+                raise Unsupported(f"eps of {line.name} differs within a tile, {line.args[-1]}")
         args = [values[a] for a in line.args if isinstance(a, str)]
         kept = {a.exact for a in args}
         exact = kept.pop() if len(kept) == 1 and not rounds(line, values) else line.dtype

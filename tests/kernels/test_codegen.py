@@ -191,7 +191,7 @@ def test_rounding_only_where_it_matters():
     ("in x: f64[*, 8]\nv: f64 = rms_norm(x, none, 1e-06)\nout v: f64 order(0, 1)", "does not compute in f64"),
     ("in x: f32[*, 1]\nin y: f32[*, 8]\nv: f32 = rms_norm(x, none, 1e-06)\nu: f32 = add(v, y)\n"
      "out u: f32 order(0, 1)", "without a lane"),
-    ("in x: f32[*, 8]\nin e: f32[]\nv: f32 = rms_norm(x, none, e)\nout v: f32 order(0, 1)", "eps of v"),
+    ("in x: f32[*, 8]\nin e: f32[8]\nv: f32 = rms_norm(x, none, e)\nout v: f32 order(0, 1)", "eps of v"),
 ])
 def test_unsupported(text, why):
     r = parse(f"space [*, 8]\n{text}")
