@@ -19,6 +19,7 @@ from typing import Any
 import click
 
 from . import __version__
+from .errors import UserError
 
 TARGET_HELP = """FILE:FUNCTION names a function in a Python file. It takes no arguments and returns
 (model, inputs): a torch.nn.Module (or a function), and a tensor, a tuple of positional arguments or a
@@ -48,18 +49,12 @@ class _Commands(click.Group):
         except (click.ClickException, click.Abort, click.exceptions.Exit, SystemExit):
             raise
         except Exception as error:
-            if ctx.params.get("traceback") or not _expected(error):
+            # Its module is not worth importing to find out that it was never needed.
+            tools = sys.modules.get(f"{__package__}.kernels.ascend.tools")
+            missing = tools is not None and isinstance(error, tools.MissingTool)
+            if ctx.params.get("traceback") or not (missing or isinstance(error, (UserError, OSError))):
                 raise
             raise Failure(str(error)) from error
-
-
-def _expected(error: Exception) -> bool:
-    from .kernels.ascend.tools import MissingTool
-    from .loading import LoadError
-    from .profile import ProfileError
-    from .trace import TraceError
-
-    return isinstance(error, (LoadError, TraceError, ProfileError, MissingTool, OSError))
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

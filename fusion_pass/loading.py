@@ -20,9 +20,11 @@ from typing import Any
 
 import torch
 
+from .errors import UserError
 
-class LoadError(Exception):
-    """What FILE:FUNCTION names cannot be used; the message says why, to the person who named it."""
+
+class LoadError(UserError):
+    """What FILE:FUNCTION names cannot be used."""
 
 
 @dataclass(frozen=True)

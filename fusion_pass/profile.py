@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .errors import UserError
 from .report import FUSED, FusionReport
 
 #: A profile shows this many characters of a Triton kernel's name, the last ones.
@@ -37,7 +38,7 @@ _USERS = ("aclnnInplaceCopy", "aclnnContiguous", "aclnnCast")
 OURS = "aln_"
 
 
-class ProfileError(Exception):
+class ProfileError(UserError):
     """A file is no profile; the message says what is wrong with it."""
 
 

@@ -6,15 +6,18 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from .kernels.ascend.evidence import Evidence
 from .profile import FusedSite, Profile
 from .report import FUSED, FusionReport, grouped, render, traffic, visible
+
+if TYPE_CHECKING:
+    from .kernels.ascend.evidence import Evidence
 
 #: Lines of sites under a kernel.
 MAX_SITES = 4

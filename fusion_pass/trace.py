@@ -21,6 +21,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .backend import fuse_graph, model_name
+from .errors import UserError
 from .loading import Example, describe
 from .options import Options, strict
 from .report import FusionReport
@@ -29,7 +30,7 @@ from .report import FusionReport
 MAX_GRAPHS = 4096
 
 
-class TraceError(Exception):
+class TraceError(UserError):
     """The model does not run on fake tensors; the message says where it stopped."""
 
 

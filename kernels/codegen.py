@@ -160,46 +160,36 @@ class _Generator:
 
     def _decode(self) -> None:
         """From the tile's index to an index per outer dim, and to every operand's address."""
-        blocked, inner = self.structure.blocked, self.structure.inner
-        total = f"N_{blocked}" if inner is None else f"N_{blocked} * N_{inner}"
-        self.put(f"# The tile's place; rows run along dim {blocked}"
-                 f"{'' if inner is None else f' and dim {inner} inside it'}.")
+        dims, blocked = self.structure.dims, self.structure.blocked
+        self.put(f"# The tile's place; rows run along dim {blocked}.")
         rest = "TILE"
-        order = [d for d in range(self.structure.dims) if d != inner]
-        for d in reversed(order):
-            if d == order[0]:
-                self.put(f"I_{d} = {rest}")
+        for d in reversed(range(dims)):
+            if d == 0:
+                self.put(f"I_0 = {rest}")
                 break
-            count = f"({total})" if d == blocked else f"N_{d}"
+            count = f"N_{d}"
             if d == blocked and self.rows > 1:
                 count = "BLOCKS"
-                self.put(f"BLOCKS = ({total} + {self.rows - 1}) // {self.rows}")
+                self.put(f"BLOCKS = (N_{d} + {self.rows - 1}) // {self.rows}")
             self.put(f"I_{d} = {rest} % {count}")
             self.put(f"REST_{d} = {rest} // {count}")
             rest = f"REST_{d}"
         if self.rows > 1:
             self.put(f"ROW_0 = I_{blocked} * {self.rows}")
-            self.put(f"ROW_IN = (ROW_0 + ROW) < {total}")
-        if inner is not None:
-            place = "(ROW_0 + ROW)" if self.rows > 1 else f"I_{blocked}"
-            self.put(f"ROW_OUTER = {place} // N_{inner}")
-            self.put(f"ROW_INNER = {place} % N_{inner}")
+            self.put(f"ROW_IN = (ROW_0 + ROW) < N_{blocked}")
         used = self.tags[:len(self.region.inputs)]
         for tag, operand in zip(self.tags, self.structure.operands):
             if (tag in used and tag not in self.needed) or not any(operand.moving):
                 continue
-            terms = [f"{self._index(d)}.to(tl.int64) * S_{tag}_{d}"
-                     for d, moves in enumerate(operand.moving) if moves]
+            terms = []
+            for d, moves in enumerate(operand.moving):
+                if moves:
+                    index = "ROW_0" if d == blocked and self.rows > 1 else f"I_{d}"
+                    terms.append(f"{index}.to(tl.int64) * S_{tag}_{d}")
             offset = " + ".join(terms)
             if operand.unit > 1:
                 offset = f"({offset}) * {operand.unit}"
             self.put(f"A_{tag} = P_{tag} + {offset}")
-
-    def _index(self, d: int) -> str:
-        """The index along an outer dim: of the tile, or of its rows where they run along two dims."""
-        if self.structure.inner is not None and d in (self.structure.blocked, self.structure.inner):
-            return "ROW_OUTER" if d == self.structure.blocked else "ROW_INNER"
-        return "ROW_0" if d == self.structure.blocked and self.rows > 1 else f"I_{d}"
 
     def _names(self, wanted=None) -> list[str]:
         """Values in the order of the region, restricted to the needed (or to `wanted`)."""
@@ -234,7 +224,7 @@ class _Generator:
     def _streams(self, name: str) -> bool:
         """An operand with elements of its own for every row."""
         operand = self.loaded[name]
-        return operand.lane and self.structure.along(operand)
+        return operand.lane and operand.moving[self.structure.blocked]
 
     def _value(self, name: str) -> Value:
         """The value, made here if it is not in scope."""
@@ -256,7 +246,7 @@ class _Generator:
     def _address(self, tag: str, operand, rows: bool) -> str:
         base = f"A_{tag}" if any(operand.moving) else f"P_{tag}"
         parts = []
-        if rows and self.structure.inner is None:
+        if rows:
             step = f"S_{tag}_{self.structure.blocked}.to(tl.int32)"
             parts.append(f"ROW * ({step} * {operand.unit})" if operand.unit > 1 else f"ROW * {step}")
         if operand.lane:
@@ -283,7 +273,7 @@ class _Generator:
                 continue
             self.done.add(i)
             value = self._value(out.value)
-            rows = self.structure.along(operand) and self.rows > 1
+            rows = operand.moving[self.structure.blocked] and self.rows > 1
             narrow = out.value in self.narrow
             text = f"NARROW_{out.value}" if narrow else value.var
             if (value.rows, value.lane) != (rows, True):

@@ -29,9 +29,6 @@ MAX_ROWS = 1024
 
 INT32_MAX = 2**31 - 1
 
-#: Rows of at most this many bytes are worth the divisions that let them run along two dims (CUDA).
-SHORT_ROW_BYTES = 512
-
 
 class Unsupported(Exception):
     """No kernel serves this region or layout; the message is the reason shown to the user."""
@@ -62,23 +59,12 @@ class Structure:
         blocked: which of them the rows of a tile run along.
         operands: inputs, then outputs, in the region's order.
         wide: offsets inside a tile may exceed 32 bits, so a tile must have one row.
-        inner: a dim that lies inside the blocked one and is flattened with it: rows run along both, so
-            that a tile of short rows (heads of a token) is one run of memory.
     """
 
     dims: int
     blocked: int
     operands: tuple[OperandStructure, ...]
     wide: bool
-    inner: int | None = None
-
-    def along(self, operand: OperandStructure) -> bool:
-        """Whether `operand` has rows of its own: it moves where rows run."""
-        return operand.moving[self.blocked] or (self.inner is not None and operand.moving[self.inner])
-
-    def count(self, sizes: Sequence[int]) -> int:
-        """Number of rows that tiles divide, for outer dims of `sizes`."""
-        return sizes[self.blocked] * (1 if self.inner is None else sizes[self.inner])
 
     def __str__(self) -> str:
         def word(operand: OperandStructure) -> str:
@@ -86,8 +72,7 @@ class Structure:
             return f"({', '.join(strides)})/{operand.unit}"
 
         names = " ".join(word(x) for x in self.operands)
-        rows = f"dim {self.blocked}" if self.inner is None else f"dims {self.blocked} and {self.inner}"
-        return f"{self.dims} outer dims, rows along {rows}; strides/unit {names}"
+        return f"{self.dims} outer dims, rows along dim {self.blocked}; strides/unit {names}"
 
 
 @dataclass(frozen=True)
@@ -108,8 +93,8 @@ class Layout:
 
     @property
     def rows(self) -> int:
-        """Number of rows that tiles divide: the size of the blocked dim, and of the one inside it."""
-        return self.structure.count(self.sizes)
+        """Size of the blocked dim."""
+        return self.sizes[self.structure.blocked]
 
     def tiles(self, rows: int) -> int:
         """Number of tiles of `rows` rows; Unsupported beyond 32 bits."""
@@ -132,8 +117,7 @@ def layout(region: NormRegion, shapes: Sequence[Sequence[int]],
            out_strides: Sequence[Sequence[int]] | None = None) -> Layout:
     """The layout of a call of `region` on inputs of `shapes` and `strides` (in elements).
 
-    `units` False passes strides in elements and lets rows run along one dim only (targets on which
-    alignment decides nothing, and divisions of vectors are slow).
+    `units` False passes strides in elements (targets on which alignment decides nothing).
     `out_strides` are those of outputs that exist already; by default they are dense, as declared.
 
     Raises:
@@ -171,11 +155,9 @@ def layout(region: NormRegion, shapes: Sequence[Sequence[int]],
                          _unit((region.lane, *column), DTYPES[dtype]) if units else 1)
         for column, lane, dtype in zip(by_operand, lanes, dtypes)
     )
-    row_bytes = region.lane * max(DTYPES[dtype] for dtype in dtypes)
     reach = max(column[blocked] for column in by_operand) * MAX_ROWS + region.lane
     return Layout(space, sizes, by_operand,
-                  Structure(len(sizes), blocked, operands, reach > INT32_MAX,
-                            _inner(sizes, by_operand, blocked, row_bytes) if units else None))
+                  Structure(len(sizes), blocked, operands, wide=reach > INT32_MAX))
 
 
 def _padded(region, operand, shape, stride, space) -> list[int]:
@@ -241,20 +223,6 @@ def _blocked(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> int:
         return sum(s != 0 for s in steps), max(steps)
 
     return min((d for d, size in enumerate(sizes) if size >= enough), key=cost)
-
-
-def _inner(sizes: Sequence[int], strides: Sequence[Sequence[int]], blocked: int,
-           row_bytes: int) -> int | None:
-    """The dim to flatten with the blocked one: it lies inside that in every operand, and rows are so short
-    that a tile along the blocked dim alone would read scattered pieces."""
-    if row_bytes > SHORT_ROW_BYTES or prod(sizes) > INT32_MAX:
-        return None
-
-    def inside(d: int) -> bool:
-        return all(column[d] * sizes[d] <= column[blocked] or column[d] == 0 for column in strides)
-
-    found = [d for d in range(len(sizes)) if d != blocked and inside(d)]
-    return min(found, key=lambda d: max(column[d] for column in strides), default=None)
 
 
 def _unit(strides: Sequence[int], itemsize: int) -> int:

@@ -62,7 +62,7 @@ def ladder(region: NormRegion, structure: Structure, sizes: Sequence[int],
     Raises:
         Unsupported: none fits.
     """
-    rows = structure.count(sizes)
+    rows = sizes[structure.blocked]
     others = prod(sizes) // max(rows, 1)
     tiles = _largest(region, structure, target)
     if not tiles:
@@ -158,7 +158,7 @@ def _eager_bytes(region: NormRegion, structure: Structure, passing: bool) -> int
     like the rest, to where that SoC's compiler drops double buffering."""
     tensors = (*region.inputs, *region.outputs)
     stream = sum(DTYPES[x.dtype] for x, s in zip(tensors, structure.operands)
-                 if s.lane and structure.along(s))
+                 if s.lane and s.moving[structure.blocked])
     if passing and len(region.norms) == 1:
         return stream * 3 // 2
     wide = any(DTYPES[x.dtype] > 2 for x, s in zip(tensors, structure.operands) if any(s.moving))
@@ -187,7 +187,7 @@ def _columns(lane: int, most: int) -> int:
 def live_tiles(region: NormRegion, structure: Structure) -> int:
     """The most full tiles that are live at once, in the order of the region; a line's result takes the
     place of an operand that it reads last. Inputs are all live from the start: the kernel loads first."""
-    full = {x.name: s.lane and structure.along(s)
+    full = {x.name: s.lane and s.moving[structure.blocked]
             for x, s in zip(region.inputs, structure.operands)}
     last = {a: i for i, line in enumerate(region.body) for a in line.args if isinstance(a, str)}
     last |= {out.value: len(region.body) for out in region.outputs}
@@ -209,7 +209,7 @@ def held_bytes(region: NormRegion, structure: Structure) -> tuple[int, int]:
     tile or pass two fp32 tiles."""
     whole = passed = 0
     for operand, shape in zip(region.inputs, structure.operands):
-        if not shape.lane or structure.along(shape):
+        if not shape.lane or shape.moving[structure.blocked]:
             continue
         size = DTYPES[operand.dtype]
         whole += 8 if any(shape.moving) else 4 + (size if size < 4 else 0)

@@ -72,7 +72,7 @@ def analyse(region: NormRegion, structure: Structure, rows: int) -> dict[str, Va
     """
     values: dict[str, Value] = {}
     for operand, shape in zip(region.inputs, structure.operands):
-        moves = structure.along(shape) and rows > 1
+        moves = shape.moving[structure.blocked] and rows > 1
         values[operand.name] = Value(variable(operand.name), moves, shape.lane,
                                      not any(shape.moving), operand.dtype, shape.lane)
     for name in region.scalars:
