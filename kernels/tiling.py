@@ -7,7 +7,8 @@ Ascend: everything that is live at the same time lies in the Unified Buffer. Fit
 compiler (ascendnpu-ir 1.2.0, Ascend910B3) drops double buffering, over nine regions, D from 64 to 30000,
 bf16 and fp32: a tile costs, per element, 8 bytes for every full tile that is live at once (two fp32
 copies, whatever the dtype in memory), 4 for one in between and 2 for the reductions. It errs on the
-small side: a tile that loses double buffering costs more than a smaller one.
+small side: a tile that loses double buffering costs more than a smaller one. The compiler for Ascend 950
+gives buffers away more freely; `_eager_bytes` was fitted to it in the same way. tests/ascend checks both.
 
 CUDA: a program should move a few KiB a warp and no more (measured by benchmarks/kernel_sweep.py);
 tiles live in registers.

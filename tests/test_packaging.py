@@ -55,6 +55,12 @@ def test_every_module_and_nothing_else_is_in_the_wheel(wheel):
     assert {name.split("/")[0] for name in names} == {"ascend_ln_fuse", "ascend_ln_fuse-0.1.0.dist-info"}
 
 
+def test_the_command_is_installed(wheel):
+    with zipfile.ZipFile(wheel) as packed:
+        entries = packed.read("ascend_ln_fuse-0.1.0.dist-info/entry_points.txt").decode()
+    assert "[console_scripts]\nascend-ln-fuse = ascend_ln_fuse.cli:main" in entries
+
+
 def test_the_backend_is_found_with_no_import_of_ours(installed):
     out = python("""
 import sys, torch

@@ -5,6 +5,8 @@
     interpreter.py  interpret: runs the final HIVM module with real tensors, counts bytes
     cost.py         loop_costs: bytes and instructions per loop, without running
     native.py       build: runs the Linalg form natively through LLVM 19
+    verify.py       verify: a final module on a small ragged call, against PyTorch
+    evidence.py     check_calls: all of that for every kernel that a model would launch
 
 below them:
 

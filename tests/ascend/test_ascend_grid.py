@@ -55,6 +55,15 @@ def test_the_grid_is_whole():
         assert "columns" in shapes or lane < 3072
 
 
+def test_profiles_tell_all_kernels_apart():
+    """By the last 49 characters of their names, all that a profile shows: of every tile of every case."""
+    sources = {}
+    for case in cases():
+        for one in case.call().candidates(SOC):
+            assert sources.setdefault(one.kernel.name[-49:], one.kernel.source) == one.kernel.source
+    assert len(sources) == len(set(sources.values())) > len(cases())
+
+
 @pytest.mark.parametrize("soc", ["Ascend910_9382", "Ascend950PR_9589"])
 @pytest.mark.parametrize("lane, dtype", [(80, "f16"), (1024, "f32"), (4096, "bf16"), (12288, "bf16")])
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from ascend_ln_fuse.profile import (
     NAME_LENGTH,
     Launch,

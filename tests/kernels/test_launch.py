@@ -280,6 +280,24 @@ def test_npu_does_without_double_buffering_at_last(fake_npu, monkeypatch):
     assert not run.reasons
 
 
+def test_each_device_gets_its_own_options_only(fake_npu):
+    """num_warps to CUDA; nothing to an NPU whose first tile fits; multibuffer never to CUDA."""
+    inputs = inputs_for(region("layer_norm", 128, "bf16"), (2, 5))
+    Runner(region("layer_norm", 128, "bf16"), fake_npu)(inputs, [1e-5])
+    assert not any(isinstance(tried, tuple) for tried in _FakeKernel.tried)
+    asked = []
+
+    class Compiled:
+        function, packed_metadata, run = None, None, None
+
+    plan = object.__new__(launch._Cuda)
+    plan.source, plan.grid, plan.integers, plan.region = None, 1, (), region("layer_norm", 128, "bf16")
+    plan.source = type("Source", (), {"tile": type("T", (), {"num_warps": 8})})
+    launch._jit = lambda source: {(1,): lambda *arguments, **options: asked.append(options) or Compiled}
+    plan.first(inputs, [1e-5], ())
+    assert asked == [{"num_warps": 8}]
+
+
 def test_npu_gives_up_with_a_reason(fake_npu, monkeypatch):
     monkeypatch.setattr(_FakeKernel, "fits", 0)
     r = region("layer_norm", 128, "bf16")
