@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
 
 
@@ -89,6 +90,10 @@ exit 0
 _VERSION = re.compile(r"bishengir-compile (\d+\.\d+\.\d+) \(.*?\b([0-9a-f]{6,40}) (\d{4}-\d\d-\d\d)\)")
 
 
+# functools.cache lets two threads make a directory each, and drops one of them, which removes it.
+_LOCK = threading.Lock()
+
+
 @functools.cache
 def _stub_directory() -> tempfile.TemporaryDirectory:
     """A private directory with the hivmc stub. It is removed when the process ends."""
@@ -106,5 +111,7 @@ def _stub_directory() -> tempfile.TemporaryDirectory:
 def compiler_environment() -> dict[str, str]:
     """The environment for bishengir-compile: the stub is first on PATH, then its own -a5 twin."""
     programs = os.path.dirname(find_tool("bishengir-compile"))
-    path = os.pathsep.join([_stub_directory().name, programs, os.environ.get("PATH", "")])
+    with _LOCK:
+        stub = _stub_directory().name
+    path = os.pathsep.join([stub, programs, os.environ.get("PATH", "")])
     return {**os.environ, "PATH": path}

@@ -2,6 +2,8 @@
 
 import os
 import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from ascend_kernels import layer_norm_pointers, make, plan_for, plan_layer_norm, signature
@@ -148,6 +150,20 @@ def test_the_stub_answers_as_the_compiler_wants():
     path = tools.compiler_environment()["PATH"].split(os.pathsep)[0]
     answer = subprocess.run([os.path.join(path, "hivmc"), "--version"], capture_output=True, text=True)
     assert answer.stdout.startswith("hivmc ") and os.stat(path).st_mode & 0o077 == 0
+
+
+def test_threads_share_the_stub():
+    """Two directories would mean that one is removed while a compiler runs with it."""
+    tools._stub_directory.cache_clear()
+    start = threading.Barrier(8)
+
+    def path(_):
+        start.wait()
+        return tools.compiler_environment()["PATH"].split(os.pathsep)[0]
+
+    with ThreadPoolExecutor(8) as pool:
+        (only,) = set(pool.map(path, range(8)))
+    assert os.path.exists(os.path.join(only, "hivmc"))
 
 
 def test_the_last_overflow_counts():
