@@ -115,7 +115,24 @@ def _fuse_graph(graph: Graph, options: Options) -> tuple[Graph | None, list[Site
                for site in taken.sites for call in (_call(site),) for part in site.parts or (site,)]
     reports += declined
     reports.sort(key=lambda pair: lens.position[pair[0]])
-    return fused, [report for _, report in reports]
+    return fused, [report for _, report in reports] + _nested(graph)
+
+
+def _nested(graph: Graph) -> list[SiteReport]:
+    """The norms inside higher-order ops (checkpoint, cond): their graphs run as they are."""
+    found: list[SiteReport] = []
+    for node in graph.nodes:
+        inner = getattr(graph.owning_module, str(node.target), None) if node.op == "get_attr" else None
+        if not isinstance(inner, GraphModule):
+            continue
+        lens = Lens(inner.graph)
+        norms, refused = find_norms(lens)
+        nodes = [(f.norm.out, f.norm) for f in norms] + [(n, None) for n, _ in refused]
+        found += [_declined(lens, n, Decline(
+            "inside a higher-order op (checkpoint, cond, ...), which runs as it is", n), norm)[1]
+            for n, norm in nodes]
+        found += _nested(inner.graph)
+    return found
 
 
 def _training_decline(lens: Lens, norm) -> Decline | None:

@@ -120,7 +120,18 @@ def _draws(node: Node) -> bool:
     if isinstance(node.target, torch._ops.OpOverload):
         return torch.Tag.nondeterministic_seeded in node.target.tags
     name = base_name(node) or ""
-    return name in _RANDOM_NAMES or any(word in name for word in _RANDOM_WORDS)
+    return name in _RANDOM_NAMES or any(word in name for word in _RANDOM_WORDS) or \
+        any(torch.Tag.nondeterministic_seeded in overload.tags for overload in _namesakes(name))
+
+
+@lru_cache(maxsize=1024)
+def _namesakes(name: str) -> tuple:
+    """The overloads of the ATen op that a function of this name calls, without its `out=` forms."""
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return ()
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]
+    return tuple(o for o in overloads if not any(arg.is_out for arg in o._schema.arguments))
 
 
 def _nodes_in(arg) -> list[Node]:
@@ -149,6 +160,8 @@ def _written(node: Node) -> list[Node] | None:
     if name in ("embedding", "embedding_bag") and \
             (node.kwargs.get("max_norm") is not None or len(node.args) > 3):
         written += _nodes_in((node.args[1:2], node.kwargs.get("weight")))
+    for overload in _namesakes(name):  # what neither name nor keyword betrays: fake-quant observers
+        written += _written_by_schema(node, overload._schema)
     return written
 
 

@@ -4,7 +4,8 @@ One op for all regions; `text` (kernels/region.py) says what it computes. It is 
 are new tensors. `python_call` is the same without the dispatcher, for graphs that nobody traces again.
 
 Differentiable: backward runs the reference again on the saved inputs and differentiates that, so no
-intermediate is kept. Differentiating twice is an error that says so.
+intermediate is kept. `python_call` can be differentiated again; of the dispatcher's op that is an error
+that says so.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
+from torch.autograd import forward_ad
 
 from .launch import Runner, runs_reference
 from .reference import TORCH_DTYPES, program, reference
 from .region import NormRegion, broadcast_sizes, dense_strides, parse
+from .values import ancestors
 
 
 @lru_cache(maxsize=4096)
@@ -37,7 +40,9 @@ def python_call(region: NormRegion) -> Callable:
             results = plain(*args)
         else:
             inputs, scalars = args[:count], args[count:]
-            if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+            if forward_ad._current_level >= 0:  # tangents flow through torch ops only
+                results = reference(region, inputs, scalars)
+            elif torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
                 results = _Region.apply(run, region, scalars, *inputs)
             else:
                 results = run(inputs, scalars)
@@ -60,16 +65,17 @@ class _Region(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         needs = ctx.needs_input_grad[3:]
-        return (None, None, None, *_once(
-            input_gradients(ctx.region, ctx.saved_tensors, ctx.scalars, grads, needs)))
+        return (None, None, None,
+                *input_gradients(ctx.region, ctx.saved_tensors, ctx.scalars, grads, needs))
 
 
 class _Once(torch.autograd.Function):
-    """Gradients as they are, of which no gradient can be taken."""
+    """The first `count` tensors as they are, made of all the others: whoever differentiates them again
+    comes by here."""
 
     @staticmethod
-    def forward(ctx, *grads):
-        return grads
+    def forward(ctx, count, *tensors):
+        return tuple(t.view_as(t) for t in tensors[:count])
 
     @staticmethod
     def backward(ctx, *grads):
@@ -77,12 +83,14 @@ class _Once(torch.autograd.Function):
                            "options={'training': 'decline'}")
 
 
-def _once(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """`grads`, which nobody may differentiate. `once_differentiable` would see that only where the
-    incoming gradients require grad, and lose a term in silence where none does."""
+def _once(grads: Sequence[torch.Tensor | None],
+          made_of: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """`grads`, computed from `made_of`, which nobody may differentiate. `once_differentiable` would see
+    that only where the incoming gradients require grad, and lose a term in silence where none does."""
     if not torch.is_grad_enabled():  # set only for create_graph=True
         return list(grads)
-    marked = iter(_Once.apply(*(g.detach().requires_grad_() for g in grads if g is not None)))
+    given = [g for g in grads if g is not None]
+    marked = iter(_Once.apply(len(given), *given, *made_of))
     return [None if grad is None else next(marked) for grad in grads]
 
 
@@ -92,15 +100,18 @@ def input_gradients(region: NormRegion, inputs: Sequence[torch.Tensor], scalars:
     """Gradients of the region's inputs: the reference, run again and differentiated.
 
     `grads` are those of the outputs (None for zero); entry i of the result is None where `needs[i]` is
-    False or the input does not reach an output."""
+    False or the input does not reach an output. Differentiable again where grad mode is on."""
+    again = torch.is_grad_enabled()  # set in a backward only for create_graph=True
     with torch.enable_grad():
-        leaves = [x.detach().requires_grad_(need) for x, need in zip(inputs, needs)]
+        leaves = [x.view_as(x) if again and need else x.detach().requires_grad_(need)
+                  for x, need in zip(inputs, needs)]
         outputs = reference(region, leaves, scalars)
         pairs = [(out, grad) for out, grad in zip(outputs, grads)
                  if grad is not None and out.requires_grad]
-        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        wanted = [leaf for leaf, need in zip(leaves, needs) if need]
         found = iter(torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs],
-                                         allow_unused=True) if pairs else [None] * len(wanted))
+                                         create_graph=again, allow_unused=True)
+                     if pairs else [None] * len(wanted))
     return [next(found) if need else None for need in needs]
 
 
@@ -137,16 +148,21 @@ def _region_backward_fake(text, inputs, scalars, grads, needs):
 
 def _setup_context(ctx, inputs, output):
     ctx.text, tensors, ctx.scalars = inputs
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx, grads):
     inputs = ctx.saved_tensors
-    needs = list(ctx.needs_input_grad[1])
+    region = parse(ctx.text)
+    # An input that no differentiated output is made of has no gradient, not one of zeros.
+    used = ancestors(region, [out.value for out, g in zip(region.outputs, grads) if g is not None])
+    needs = [need and x.name in used for need, x in zip(ctx.needs_input_grad[1], region.inputs)]
     given = [torch.zeros((), device=inputs[0].device) if g is None else g for g in grads]
     with torch.no_grad():
         found = torch.ops.ascend_ln_fuse.region_backward(ctx.text, inputs, ctx.scalars, given, needs)
-    return None, _once([grad if need else None for grad, need in zip(found, needs)]), None
+    made_of = [*inputs, *(g for g in grads if g is not None)]
+    return None, _once([grad if need else None for grad, need in zip(found, needs)], made_of), None
 
 
 _LIBRARY.impl("region", _region, "CompositeExplicitAutograd")

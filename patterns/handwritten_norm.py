@@ -19,6 +19,7 @@ from torch.fx import Node
 
 from ..effects import value_of
 from ..graph import Lens, hint, same, same_shape, static_size
+from ..kernels.reference import DTYPE_WORDS
 from ..kinds import base_name
 from ..site import Decline, Norm
 
@@ -379,7 +380,7 @@ class _Matcher:
             node = node.args[0]
             mine.append(node)
         node = other
-        while self.lens.kind(node) == "to" and isinstance(node.args[0], Node):
+        while self.lens.kind(node) == "to" and self._float_cast(node):
             node = node.args[0]
             theirs.append(node)
         common = next((n for n in theirs if n in mine), None)
@@ -389,9 +390,14 @@ class _Matcher:
         return True
 
     def _exact_cast(self, node: Node) -> bool:
-        source, fake = self.lens.tensor(node.args[0]), self.lens.tensor(node)
-        return source is not None and fake is not None and source.is_floating_point() and \
-            torch.promote_types(source.dtype, fake.dtype) == fake.dtype
+        return self._float_cast(node) and torch.promote_types(
+            self.lens.tensor(node.args[0]).dtype, self.lens.tensor(node).dtype) == \
+            self.lens.tensor(node).dtype
+
+    def _float_cast(self, node: Node) -> bool:
+        """Between dtypes that hold a value but for rounding: none through integers or fp8."""
+        fakes = (self.lens.tensor(node.args[0]), self.lens.tensor(node))
+        return all(fake is not None and fake.dtype in DTYPE_WORDS for fake in fakes)
 
     # Helpers
 
@@ -406,10 +412,7 @@ class _Matcher:
         """`node` below its float casts, which join the trail."""
         if not isinstance(node, Node):
             raise _NoNorm
-        while self.lens.kind(node) == "to" and isinstance(node.args[0], Node):
-            source = self.lens.tensor(node.args[0])
-            if source is None or not source.is_floating_point():
-                break
+        while self.lens.kind(node) == "to" and self._float_cast(node):
             self.trail.through(node)
             node = node.args[0]
         return node
