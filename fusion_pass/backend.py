@@ -97,18 +97,12 @@ def _fuse_graph(graph: Graph, options: Options) -> tuple[Graph | None, list[Site
     lens = Lens(graph)
     norms, refused = find_norms(lens)
     claimed = {node for found in norms for node in found.norm.interior}
-    candidates, declined = [], []
-    for found in norms:
-        norm = found.norm
-        why = _training_decline(lens, norm) if options.training == "decline" else None
-        if why is None:
-            candidates.append(candidate(lens, found, claimed))
-        else:
-            declined.append(_declined(lens, norm.out, why, norm))
+    no_grad = options.training == "decline"
+    candidates = [candidate(lens, found, claimed, no_grad) for found in norms]
     taken, lost = select(lens, candidates, claimed)
     join_packed(lens, taken)
     by_out = {found.norm.out: found.norm for found in norms}
-    declined += [_declined(lens, c.anchor, c.reason, by_out[c.anchor]) for c in lost]
+    declined = [_declined(lens, c.anchor, c.reason, by_out[c.anchor]) for c in lost]
     declined += [_declined(lens, node, why) for node, why in refused]
     fused = rewrite(lens, taken, traceable=options.inner != "eager") if taken.sites else None
     reports = [(part.anchor, _fused(lens, site, part, call))
@@ -133,13 +127,6 @@ def _nested(graph: Graph) -> list[SiteReport]:
             for n, norm in nodes]
         found += _nested(inner.graph)
     return found
-
-
-def _training_decline(lens: Lens, norm) -> Decline | None:
-    value = lens.tensor(norm.out)
-    if value is not None and value.requires_grad:
-        return Decline("gradients are recorded here, and the option training is 'decline'", norm.out)
-    return None
 
 
 def _fused(lens: Lens, site: Site, part: Site, call) -> SiteReport:
@@ -224,6 +211,9 @@ def auto_fusion(model: torch.nn.Module, *, dynamic: bool | None = None, fullgrap
         TypeError: `model` is no module, or an option has the wrong type.
         ValueError: an unknown option, or a value out of range.
     """
+    for name, value in (("dynamic", dynamic), ("fullgraph", fullgraph)):
+        if not isinstance(value, bool) and (value is not None or name == "fullgraph"):
+            raise TypeError(f"{name} must be a bool, as in torch.compile, not {value!r}")
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}; for a function "
                         'use torch.compile(f, backend="ascend_ln_fuse")')

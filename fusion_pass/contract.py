@@ -28,8 +28,15 @@ def check_norm(lens: Lens, norm: Norm) -> None:
     have the normalised one.
     """
     value, out = lens.tensor(norm.value), lens.tensor(norm.out)
-    if norm.op not in NORMS or value is None or out is None:
-        raise Decline(f"{norm.op!r} of no tensor is no norm", norm.out)
+    if norm.op not in NORMS:
+        raise Decline(f"op must be one of {', '.join(map(repr, NORMS))}, not {norm.op!r}", norm.out)
+    if not isinstance(norm.eps, (int, float, Node)) or isinstance(norm.eps, bool):
+        raise Decline(f"eps must be a number or a node, not {norm.eps!r}", norm.out)
+    if not isinstance(norm.shape, tuple) or not norm.shape or \
+            not all(isinstance(n, int) for n in norm.shape):
+        raise Decline(f"shape must be a tuple of ints, not {norm.shape!r}", norm.out)
+    if value is None or out is None:
+        raise Decline("the norm's value or result is no plain tensor", norm.out)
     if norm.out not in norm.interior or norm.value in norm.interior:
         raise Decline("the norm's nodes must hold its result and not its input", norm.out)
     if not same_shape(value.shape, out.shape):

@@ -12,7 +12,7 @@ from torch.fx import Node
 from .effects import tensors_of, value_of
 from .graph import Lens, hint
 from .hidden import layout_kernels, norm_kernels
-from .kinds import kind
+from .kinds import base_name, kind
 from .site import Site
 
 
@@ -96,7 +96,7 @@ def _is_free(node: Node) -> bool:
 
 
 def _label(node: Node) -> str:
-    word = kind(node) or str(node.target)
+    word = kind(node) or base_name(node) or getattr(node.target, "__name__", str(node.target))
     if word == "to":
         return f"to({_word(value_of(node))})"
     return word

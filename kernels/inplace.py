@@ -20,7 +20,7 @@ def inplace_layer_norm_(x: torch.Tensor, weight: torch.Tensor | None = None,
 
     Args:
         x: [..., D], bf16, fp16, fp32 or fp64, lane stride 1.
-        weight, bias: [D], of x's dtype or fp32; None for 1 and 0.
+        weight, bias: [D], both of x's dtype or both fp32; None for 1 and 0.
         eps: added to the variance.
 
     Raises:
@@ -37,12 +37,16 @@ def inplace_layer_norm_(x: torch.Tensor, weight: torch.Tensor | None = None,
 
 def _run(x, weight, bias, eps: float) -> None:
     _check_value(x)
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
+        raise TypeError(f"eps must be a number, not {eps!r}")
     for name, vector in (("weight", weight), ("bias", bias)):
         if vector is not None:
             _check_vector(name, vector, x)
     if not x.numel():
         return
     vectors = [v for v in (weight, bias) if v is not None]
+    if len({v.dtype for v in vectors}) > 1:
+        raise TypeError(f"weight and bias must have one dtype, not {weight.dtype} and {bias.dtype}")
     words = [DTYPE_WORDS[v.dtype] for v in vectors]
     inputs = [Operand("x", DTYPE_WORDS[x.dtype], ("*",) * (x.dim() - 1) + (x.shape[-1],))]
     inputs += [Operand(f"p{i}", word, (x.shape[-1],)) for i, word in enumerate(words)]
@@ -84,7 +88,8 @@ def _check_vector(name: str, vector, x: torch.Tensor) -> None:
         raise ValueError(f"{name} must be [{x.shape[-1]}], the last dim of x, not "
                          f"{list(vector.shape)}")
     if vector.dtype not in (x.dtype, torch.float32):
-        raise TypeError(f"{name} must be {x.dtype} (as x) or torch.float32, not {vector.dtype}")
+        wanted = f"{x.dtype}, as x" + (" is" if x.dtype == torch.float32 else " is, or torch.float32")
+        raise TypeError(f"{name} must be {wanted}, not {vector.dtype}")
     if vector.device != x.device:
         raise ValueError(f"{name} must be on {x.device} like x, not on {vector.device}")
     if vector.requires_grad and torch.is_grad_enabled():

@@ -102,6 +102,8 @@ def find_norms(lens: Lens) -> tuple[list[Found], list[tuple[Node, Decline]]]:
                     check_norm(lens, norm)
                     norms.append(Found(norm, pattern))
             except Decline as decline:
+                if pattern.users:
+                    decline = Decline(f"pattern {pattern.name}: {decline.reason}", decline.node)
                 refused.append((node, decline))
                 break
             except Exception as error:
@@ -117,14 +119,28 @@ def find_norms(lens: Lens) -> tuple[list[Found], list[tuple[Node, Decline]]]:
     return norms, refused
 
 
-def candidate(lens: Lens, found: Found, claimed: Collection[Node] = ()) -> Candidate:
-    """The sites of a norm, from the largest growth to the bare norm; `claimed` as in `grow`."""
+def candidate(lens: Lens, found: Found, claimed: Collection[Node] = (),
+              no_grad: bool = False) -> Candidate:
+    """The sites of a norm, from the largest growth to the bare norm; `claimed` as in `grow`.
+
+    `no_grad`: sites that would record gradients are declined."""
     norm = found.norm
 
     def make(reach: Reach) -> Site:
+        try:
+            return site_of(reach)
+        except Exception as error:
+            if isinstance(error, Decline) or not found.pattern.users or strict():
+                raise
+            raise Decline(f"pattern {found.pattern.name} failed: {type(error).__name__}: {error}",
+                          norm.out) from error
+
+    def site_of(reach: Reach) -> Site:
         if norm.out in lens.transformed:
             raise Decline("inside a functorch transform", norm.out)
         grown = grow(lens, (norm,), reach, claimed)
+        if no_grad and any(lens.tensor(node).requires_grad for node in grown.outputs):
+            raise Decline("gradients are recorded here, and the option training is 'decline'", norm.out)
         name = pattern_name(lens, (norm,), grown)
         site = assemble(lens, name, (norm,), grown.interior, grown.outputs, grown.regroup,
                         grown.composites)

@@ -23,7 +23,7 @@ from .interpreter import InterpreterError
 from .lint import errors, lint
 from .op_table import UnknownOp
 from .toolchain import Planned, compile_planned, generation, lower
-from .tools import MissingTool, Outcome, ToolchainError
+from .tools import MissingTool, Outcome, ToolchainError, find_tool, require_triton_ascend
 from .verify import Verified, ideal_bytes, verify
 
 # Lowering runs in this process, in a library that makes no promise about threads.
@@ -120,6 +120,8 @@ def check_calls(calls: Sequence[Call], soc: str, run: bool = False, jobs: int = 
     Raises:
         MissingTool: a compiler is not installed.
     """
+    require_triton_ascend()  # before the first kernel is written, which imports Triton
+    find_tool("bishengir-compile")
     work = _distinct(calls, soc)
     done = 0
     progress(0, len(work))

@@ -208,14 +208,10 @@ def test_differentiating_twice_on_the_cpu_is_right():
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("way", ["kernel", "aot_eager"])
-def test_differentiating_twice_elsewhere_is_an_error(way, monkeypatch):
-    if way == "kernel":
-        pytest.importorskip("triton")
-        monkeypatch.setenv("ASCEND_LN_FUSE_INTERPRET", "1")
+def test_differentiating_twice_through_another_compiler_is_an_error():
+    """Through kernels it is right: tests/test_once_wrong.py."""
     model = SITES["strided"]()
-    compiled = torch.compile(model, backend="ascend_ln_fuse",
-                             options={**OFF, "inner": "eager" if way == "kernel" else way})
+    compiled = torch.compile(model, backend="ascend_ln_fuse", options={**OFF, "inner": "aot_eager"})
     x = torch.randn(6, 3, 16, requires_grad=True)
     with pytest.raises(RuntimeError, match="differentiated twice|does not currently support double backward"):
         first, = torch.autograd.grad(compiled(x).sum(), x, create_graph=True)
@@ -257,3 +253,16 @@ def test_training_steps_follow_eager():
         losses.append(loss.detach())
     torch.testing.assert_close(*losses)
     assert last_reports()[-1].fused == 1
+
+
+def test_declined_also_where_only_an_absorbed_weight_has_a_gradient():
+    weight = torch.ones(16, requires_grad=True)
+
+    def f(x):
+        return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+    torch._dynamo.reset()
+    call = torch.compile(f, backend="ascend_ln_fuse", options={"training": "decline", "report": "off"})
+    assert call(torch.randn(3, 16)).requires_grad
+    site, = last_reports()[-1].sites
+    assert site.pattern == "rms_norm"  # the part without gradients is fused, the product is not

@@ -63,6 +63,8 @@ WRONG = {
     "x needs grad": (lambda: (torch.randn(4, 16, requires_grad=True), W, W), RuntimeError, "x"),
     "weight needs grad": (lambda: (torch.randn(4, 16), W.clone().requires_grad_(), W),
                           RuntimeError, "weight requires grad"),
+    "two dtypes": (lambda: (torch.randn(4, 16).bfloat16(), W, W.bfloat16()), TypeError, "one dtype"),
+    "eps": (lambda: (torch.randn(4, 16), W, W, "a"), TypeError, "eps must be a number"),
     "weight inside x": (lambda: (lambda x: (x[1:], x[0], W))(torch.randn(4, 16)), ValueError,
                         "weight must not lie"),
 }
