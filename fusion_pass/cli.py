@@ -117,9 +117,9 @@ def explain(target: str, soc: str, full: bool, grad: bool, as_json: bool) -> Non
 def check(target: str, soc: str, verify: bool, jobs: int, grad: bool, as_json: bool) -> None:
     """Compile every kernel that a model would launch, with the official compilers.
 
-    Needs triton-ascend and ascendnpu-ir from PyPI (pip install '.[ascend-check]' in the repository); no NPU and
-    no CANN. Exit code 1 if a kernel does not compile, is known to be miscompiled, or computes something
-    else than PyTorch.
+    Needs triton-ascend and ascendnpu-ir from PyPI (pip install '.[ascend-check]' in the repository);
+    no NPU and no CANN. Exit code 1 if a kernel does not compile, is known to be miscompiled, or
+    computes something else than PyTorch.
     """
     from .kernels.ascend.evidence import can_run, check_calls
     from .screens import show_evidence
