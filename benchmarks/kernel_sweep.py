@@ -69,6 +69,21 @@ def article() -> Case:
     return Case("layer_norm, article's view", layer_norm(128, 3), make)
 
 
+def packed_pair(lane: int, heads: int) -> Case:
+    """q and k of a packed qkv in one launch."""
+    space, order = f"*, *, {lane}", "order(0, 1, 2)"
+    lines = [f"space [{space}]", f"in q: bf16[{space}]", f"in k: bf16[{space}]"]
+    lines += [f"in {name}: bf16[{lane}]" for name in ("wq", "bq", "wk", "bk")]
+    lines += ["scalar eps", "v0: bf16 = layer_norm(q, wq, bq, eps)",
+              "v1: bf16 = layer_norm(k, wk, bk, eps)", f"out v0: bf16 {order}", f"out v1: bf16 {order}"]
+
+    def make():
+        packed = torch.randn(50220, 3, heads, lane, device="cuda").bfloat16()
+        return [*packed.unbind(1)[:2], *_affine(lane, 4)]
+
+    return Case(f"q, k pair, {heads} heads of {lane}", parse("\n".join(lines)), make)
+
+
 def contiguous(kind: Callable[[int], NormRegion], lane: int, megabytes: int = 64) -> Case:
     rows = megabytes * 2**20 // (2 * lane)
     region = kind(lane)
@@ -167,18 +182,19 @@ def table() -> None:
 
 
 def sweep() -> None:
-    cases = [article(), *(contiguous(layer_norm, d) for d in (128, 1024, 4096, 8192)),
-             contiguous(rms_norm, 8192), *(contiguous(add_norm, d) for d in (1024, 4096, 8192))]
+    cases = [packed_pair(128, 3), packed_pair(64, 12), article(), contiguous(rms_norm, 8192)]
+    cases += [contiguous(layer_norm, d) for d in (128, 1024, 4096, 8192)]
+    cases += [contiguous(add_norm, d) for d in (1024, 4096, 8192)]
     for case in cases:
         bench = Bench(case)
         print(f"\n{case.name}: copy {bench.copy():.1f} us; chosen {bench.tile}, "
               f"{bench.tile.num_warps} warps {bench.kernel():.1f} us")
         row_bytes = 2 * bench.tile.cols
-        for rows in sorted({max(1, size // row_bytes) for size in (2048, 4096, 8192, 16384, 2 * row_bytes)
-                            if size <= 32768}):
+        sizes = (1024, 2048, 4096, 8192, 16384, 2 * row_bytes)
+        for rows in sorted({max(1, size // row_bytes) for size in sizes if size <= 32768}):
             figures = []
             for warps in (1, 2, 4, 8, 16):
-                if 1024 <= rows * row_bytes // warps <= 4096:
+                if 512 <= rows * row_bytes // warps <= 4096:
                     tile = Tile(rows, bench.tile.cols, warps)
                     figures.append(f"{warps} warps {bench.kernel(tile):.1f}")
             print(f"  {rows:4} rows: {', '.join(figures)}", flush=True)

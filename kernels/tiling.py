@@ -40,6 +40,9 @@ UB_SHARE_950 = 0.97
 #: CUDA: bytes that one program and one warp load, and the most columns of a tile in registers.
 CUDA_TILE_BYTES = 4096
 CUDA_WARP_BYTES = 2048
+#: CUDA: rows of at most this many bytes take half of both. On an H200, q and k of heads of 128 together
+#: took 43 us so and 58 otherwise, one LayerNorm 36 and 38 (benchmarks/kernel_sweep.py sweep).
+CUDA_SHORT_ROW_BYTES = 256
 CUDA_MAX_COLS = 16384
 CUDA_MAX_WARPS = 16
 
@@ -115,8 +118,10 @@ def _cuda(region: NormRegion, structure: Structure, target: Target) -> tuple[Til
     cols = _power(region.lane)
     if cols > CUDA_MAX_COLS // (2 if region.compute == "f64" else 1):
         return (Tile(1, 4096, 8), Tile(1, 1024, 4))
-    rows = 1 if structure.wide else min(MAX_ROWS, max(1, CUDA_TILE_BYTES // (cols * width)))
-    return (Tile(rows, cols, max(1, min(CUDA_MAX_WARPS, rows * cols * width // CUDA_WARP_BYTES))),)
+    share = 2 if cols * width <= CUDA_SHORT_ROW_BYTES else 1
+    rows = 1 if structure.wide else min(MAX_ROWS, max(1, CUDA_TILE_BYTES // share // (cols * width)))
+    warps = rows * cols * width // (CUDA_WARP_BYTES // share)
+    return (Tile(rows, cols, max(1, min(CUDA_MAX_WARPS, warps))),)
 
 
 # -- Ascend ------------------------------------------------------------------------------------------

@@ -157,7 +157,9 @@ def assert_right(region: NormRegion, inputs, scalars, outputs) -> None:
     for ours, low, true in zip(outputs, reference(region, inputs, scalars),
                                exact(region, inputs, scalars), strict=True):
         assert ours.shape == low.shape == broadcast_sizes(region, [x.shape for x in inputs])
-        assert ours.dtype == low.dtype and ours.stride() == low.stride()
+        assert ours.dtype == low.dtype
+        # The stride of a dim of size 1 says nothing, and torch's ops give it what they like.
+        assert all(a == b or n == 1 for a, b, n in zip(ours.stride(), low.stride(), ours.shape))
         ours, low = ours.cpu(), low.cpu()
         finite = low.isfinite()
         assert torch.equal(ours.isfinite(), finite)
