@@ -78,6 +78,7 @@ class Lens:
         self.segment: dict[Node, int] = {}
         self.transformed: set[Node] = set()
         self.written: set = set()
+        self.overwritten: set = set()
         self._kinds: dict[Node, str | None] = {}
         self.order = self._order()
 
@@ -121,6 +122,10 @@ class Lens:
         """Whether any node of the graph writes the memory that `node` yields."""
         return any(storage_key(t) in self.written for t in tensors_of(value_of(node)))
 
+    def is_overwritten(self, node: Node) -> bool:
+        """As `is_mutated`, but without the ops of which nothing is known, which as a rule only read."""
+        return any(storage_key(t) in self.overwritten for t in tensors_of(value_of(node)))
+
     def leads_into(self, node: Node, targets: Collection[Node]) -> bool:
         """Whether some target must come after `node`. Looks no further than the last target."""
         places = {self.position[target] for target in targets}
@@ -145,6 +150,8 @@ class Lens:
         effects = [effects_of(node) for node in self.nodes]
         for effect in effects:
             self.written |= effect.writes
+            if WORLD not in effect.writes:
+                self.overwritten |= effect.writes
         inputs = {storage_key(t) for node in self.nodes if node.op in ("placeholder", "get_attr")
                   for t in tensors_of(value_of(node))}
         # Two inputs may share memory without their fakes saying so: where the graph writes one

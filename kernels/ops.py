@@ -120,7 +120,7 @@ def input_gradients(region: NormRegion, inputs: Sequence[torch.Tensor], scalars:
 _LIBRARY = torch.library.Library("ascend_ln_fuse", "DEF")
 _LIBRARY.define("region(str text, Tensor[] inputs, float[] scalars) -> Tensor[]")
 _LIBRARY.define("region_backward(str text, Tensor[] inputs, float[] scalars, Tensor[] grads, "
-                "bool[] needs) -> Tensor[]")
+                "bool[] given, bool[] needs) -> Tensor[]")
 
 
 def _region(text, inputs, scalars):
@@ -134,7 +134,8 @@ def _region_fake(text, inputs, scalars):
                                         dtype=TORCH_DTYPES[out.dtype]) for out in region.outputs]
 
 
-def _region_backward(text, inputs, scalars, grads, needs):
+def _region_backward(text, inputs, scalars, grads, given, needs):
+    grads = [grad if has else None for grad, has in zip(grads, given)]
     found = input_gradients(parse(text), inputs, scalars, grads, needs)
     # An op yields tensors only: an unneeded gradient is an empty one.
     return [x.new_empty(0) if grad is None and not need else
@@ -142,7 +143,7 @@ def _region_backward(text, inputs, scalars, grads, needs):
             grad.contiguous() for x, grad, need in zip(inputs, found, needs)]
 
 
-def _region_backward_fake(text, inputs, scalars, grads, needs):
+def _region_backward_fake(text, inputs, scalars, grads, given, needs):
     return [x.new_empty(x.shape) if need else x.new_empty(0) for x, need in zip(inputs, needs)]
 
 
@@ -158,9 +159,11 @@ def _backward(ctx, grads):
     # An input that no differentiated output is made of has no gradient, not one of zeros.
     used = ancestors(region, [out.value for out, g in zip(region.outputs, grads) if g is not None])
     needs = [need and x.name in used for need, x in zip(ctx.needs_input_grad[1], region.inputs)]
-    given = [torch.zeros((), device=inputs[0].device) if g is None else g for g in grads]
+    given = [g is not None for g in grads]
+    filled = [inputs[0].new_empty(0) if g is None else g for g in grads]
     with torch.no_grad():
-        found = torch.ops.ascend_ln_fuse.region_backward(ctx.text, inputs, ctx.scalars, given, needs)
+        found = torch.ops.ascend_ln_fuse.region_backward(ctx.text, inputs, ctx.scalars, filled, given,
+                                                         needs)
     made_of = [*inputs, *(g for g in grads if g is not None)]
     return None, _once([grad if need else None for grad, need in zip(found, needs)], made_of), None
 
