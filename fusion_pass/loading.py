@@ -49,7 +49,7 @@ def load_example(target: str) -> Example:
     try:
         with empty_parameters():
             result = function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # sys.exit() in a model must not pass for success
         raise LoadError(f"{name}() in {file} failed: {describe(error, file)}") from error
     return _example(result, f"{name}() in {file}")
 

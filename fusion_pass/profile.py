@@ -191,7 +191,10 @@ def read_launches(path: Path) -> list[Launch]:
     Raises:
         ProfileError: it is not readable as UTF-8 or GBK, or has no column with kernel names.
     """
-    rows = csv.reader(io.StringIO(_text(path), newline=""))
+    try:
+        rows = list(csv.reader(io.StringIO(_text(path), newline="")))
+    except csv.Error as error:
+        raise ProfileError(f"{path} is no CSV: {error}") from None
     places: dict[str, int | None] = {}
     found: list[tuple[float, Launch]] = []
     for row in rows:
@@ -253,7 +256,7 @@ def read_reports(path: Path) -> list[FusionReport]:
         data = json.loads(_text(Path(path)))
     except OSError:
         raise ProfileError(f"no such file: {path}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ProfileError(f"{path} is no JSON: {error}") from None
     if isinstance(data, dict) and "reports" in data:
         data = data["reports"]

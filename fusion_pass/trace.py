@@ -94,7 +94,7 @@ def trace(example: Example, options: Options | None = None, grad: bool = False,
     try:
         with _no_device(), mode, torch.set_grad_enabled(grad), torch._dynamo.config.patch(limits):
             torch.compile(example.model, backend=backend)(*args, **kwargs)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TraceError(f"the model does not run on fake tensors: {_cause(error)}") from error
     finally:
         torch._dynamo.reset()
