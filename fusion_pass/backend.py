@@ -82,8 +82,8 @@ def fuse_graph(graph: Graph, options: Options | None = None) -> tuple[Graph | No
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """The pass allocates many small objects and no garbage: full collections, which walk all that Dynamo
-    holds, would only add to its time."""
+    """The pass allocates many small objects and little garbage: full collections, which walk all that
+    Dynamo holds, would only add to its time."""
     enabled = gc.isenabled()
     gc.disable()
     try:

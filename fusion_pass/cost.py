@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from .effects import tensors_of, value_of
+from .effects import WORLD, storages, tensors_of, value_of
 from .graph import Lens, hint
 from .hidden import layout_kernels, norm_kernels
 from .kinds import base_name, kind
@@ -89,10 +89,9 @@ def _is_free(node: Node) -> bool:
     """A view or an identity launches nothing."""
     if kind(node) == "getitem":
         return True
-    mine = {t.untyped_storage()._cdata for t in tensors_of(value_of(node))}
-    theirs = {t.untyped_storage()._cdata for arg in node.all_input_nodes[:1]
-              for t in tensors_of(value_of(arg))}
-    return bool(mine) and mine <= theirs
+    mine = storages(value_of(node))
+    theirs = frozenset().union(*(storages(value_of(arg)) for arg in node.all_input_nodes[:1]))
+    return bool(mine) and WORLD not in mine and mine <= theirs
 
 
 def _label(node: Node) -> str:

@@ -7,7 +7,6 @@ what it may touch.
 
 from __future__ import annotations
 
-import builtins
 import operator
 from functools import lru_cache
 
@@ -119,9 +118,3 @@ def is_foreign(target) -> bool:
     if isinstance(target, torch._ops.OpOverloadPacket):
         return target._qualified_op_name.partition("::")[0] not in _NAMESPACES
     return False
-
-
-def is_python_scalar_op(target) -> bool:
-    """Arithmetic of Python's own on sizes and numbers: no tensor, no effect."""
-    return getattr(target, "__module__", None) in ("_operator", "builtins", "math") or \
-        target in (builtins.getattr,)

@@ -55,7 +55,7 @@ def _joined(lens: Lens, first: Site, other: Site) -> Site | None:
     spaces = [lens.tensor(norm.value).shape for norm in norms]
     if not all(same_shape(space, spaces[0]) for space in spaces):
         return None
-    if len({id(node) for node, _ in (*first.inputs, *other.inputs)}) > MAX_OPERANDS:
+    if len({node for node, _ in (*first.inputs, *other.inputs)}) > MAX_OPERANDS:
         return None
     interior = first.interior | other.interior
     outputs = (*first.outputs, *other.outputs)
