@@ -14,13 +14,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from . import cost
+from .chain_site import ChainSite
 from .graph import Lens, hint, module_path, source_line
 from .options import Options, parse_options, strict
 from .patterns import candidate, find_norms
+from .patterns.chain import extend_chains
 from .patterns.packed import join_packed
 from .report import FusionReport, SiteReport, emit, record
 from .rewrite import rewrite
@@ -101,15 +103,23 @@ def _fuse_graph(graph: Graph, options: Options) -> tuple[Graph | None, list[Site
     candidates = [candidate(lens, found, claimed, no_grad) for found in norms]
     taken, lost = select(lens, candidates, claimed)
     join_packed(lens, taken)
+    if options.inner == "eager":  # another compiler sees through products, but not through ours
+        extend_chains(lens, taken)
     by_out = {found.norm.out: found.norm for found in norms}
     declined = [_declined(lens, c.anchor, c.reason, by_out[c.anchor]) for c in lost]
     declined += [_declined(lens, node, why) for node, why in refused]
     fused = rewrite(lens, taken, traceable=options.inner != "eager") if taken.sites else None
-    reports = [(part.anchor, _fused(lens, site, part, call))
-               for site in taken.sites for call in (_call(site),) for part in site.parts or (site,)]
+    reports = [report for site in taken.sites for report in _reports(lens, site)]
     reports += declined
     reports.sort(key=lambda pair: lens.position[pair[0]])
     return fused, [report for _, report in reports] + _nested(graph)
+
+
+def _reports(lens: Lens, taken: Site | ChainSite):
+    """(anchor, report) of each norm of a taken site."""
+    site, chain = (taken.site, taken.chain) if isinstance(taken, ChainSite) else (taken, None)
+    call = _call(site)
+    return [(part.anchor, _fused(lens, site, part, call, chain)) for part in site.parts or (site,)]
 
 
 def _nested(graph: Graph) -> list[SiteReport]:
@@ -129,7 +139,7 @@ def _nested(graph: Graph) -> list[SiteReport]:
     return found
 
 
-def _fused(lens: Lens, site: Site, part: Site, call) -> SiteReport:
+def _fused(lens: Lens, site: Site, part: Site, call, chain=None) -> SiteReport:
     """The report of `part`, which is `site` itself or one of those that share its launch."""
     # The last word of a path: a name that is the same in every layer keeps layers in one row.
     others = [module_path(other.anchor).rpartition(".")[2] or source_line(other.anchor)
@@ -138,9 +148,10 @@ def _fused(lens: Lens, site: Site, part: Site, call) -> SiteReport:
         status="fused", pattern=part.pattern, where=lens.where(part.anchor), node=part.anchor.name,
         region=site.region.text, device=str(lens.tensor(part.anchor).device),
         kernels_removed=cost.kernels_removed(lens, part), hidden_kernels=cost.hidden_kernels(part),
-        bytes_before=cost.bytes_before(part), bytes_after=cost.bytes_after(part),
+        bytes_before=cost.bytes_before(lens, part), bytes_after=cost.bytes_after(lens, part),
         symbolic=any(not isinstance(n, int) for fake in part.fakes for n in fake.shape),
-        note=f"one launch with {', '.join(others)}" if others else "", call=call)
+        note=f"one launch with {', '.join(others)}" if others else "",
+        chain=chain.words if chain is not None else "", call=call)
 
 
 def _declined(lens: Lens, node, decline: Decline, norm=None):
@@ -159,7 +170,8 @@ def _call(site: Site):
     from .kernels.call import Call
 
     return Call(site.region, tuple(tuple(map(hint, fake.shape)) for fake in site.fakes),
-                tuple(tuple(map(hint, fake.stride())) for fake in site.fakes), site.fakes[0].device)
+                tuple(tuple(map(hint, fake.stride())) for fake in site.fakes), site.fakes[0].device,
+                scalars=tuple(None if isinstance(s, Node) else s for s in site.scalars))
 
 
 def model_name(gm: GraphModule) -> str:

@@ -91,14 +91,16 @@ def check_contract(lens: Lens, site: Site) -> None:
         value, finish, axis = lens.tensor(node), site.finish, site.norms[0].axis
         if axis is not None:  # compare with the normalised dim at the end, as the region has it
             value, finish = replay(value, (Step.method("movedim", axis, -1),)), ()
-        fake = replay(_empty(value, sizes, dense_strides(sizes, out.order)), finish)
+        strides = dense_strides(sizes, out.order)
+        fake = replay(_empty(value, sizes, strides), finish) if finish else None
+        shape = sizes if fake is None else fake.shape
         order = range(value.dim()) if finish else out.order
         # Sizes that are proven equal may be written differently, and strides with them: the wanted
         # strides are compared with those that the wanted sizes give.
-        if not same_shape(fake.shape, value.shape) or \
+        if not same_shape(shape, value.shape) or \
                 not same_shape(dense_strides(tuple(value.shape), order), value.stride()) or \
-                (finish and not same_shape(fake.stride(), dense_strides(fake.shape, order))):
-            raise ContractError(f"{node.name}: the fused op yields {tuple(fake.shape)} in order "
+                (fake is not None and not same_shape(fake.stride(), dense_strides(shape, order))):
+            raise ContractError(f"{node.name}: the fused op yields {tuple(shape)} in order "
                                 f"{out.order}, the graph {tuple(value.shape)}, {value.stride()}")
         if TORCH_DTYPES[out.dtype] != value.dtype or devices != {value.device}:
             raise ContractError(f"{node.name}: the fused op yields {out.dtype} on {devices}, "

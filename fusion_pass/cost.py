@@ -9,29 +9,19 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from .effects import WORLD, storages, tensors_of, value_of
-from .graph import Lens, hint
+from .effects import value_of
+from .graph import Lens, hint, tensor_bytes
 from .hidden import layout_kernels, norm_kernels
-from .kinds import base_name, kind
+from .kinds import base_name
 from .site import Site
 
 
-def tensor_bytes(fake) -> int:
-    """Bytes of the distinct elements of a fake: a broadcast dim counts once."""
-    count = fake.element_size()
-    for size, stride in zip(fake.shape, fake.stride()):
-        count *= 1 if isinstance(stride, int) and stride == 0 else hint(size)
-    return count
-
-
-def bytes_before(site: Site) -> int:
+def bytes_before(lens: Lens, site: Site) -> int:
     """Bytes that the site's ops move in eager."""
     total = 0
-    views = {node for node in site.interior if _is_free(node)}
-    for node in site.interior - views:
-        inputs = {arg for arg in node.all_input_nodes}
-        total += sum(tensor_bytes(t) for arg in inputs for t in tensors_of(value_of(arg)))
-        total += sum(tensor_bytes(t) for t in tensors_of(value_of(node)))
+    for node in site.interior:
+        if not _is_free(lens, node):
+            total += sum(map(lens.bytes_of, node.all_input_nodes)) + lens.bytes_of(node)
     for norm in site.norms:
         fake = value_of(norm.value)
         if norm.spelling in ("layer_norm", "rms_norm") and layout_kernels(*_concrete(fake)):
@@ -39,22 +29,21 @@ def bytes_before(site: Site) -> int:
     return total
 
 
-def bytes_after(site: Site) -> int:
+def bytes_after(lens: Lens, site: Site) -> int:
     """Bytes that the fused kernel moves."""
-    reads = sum(tensor_bytes(fake) for fake in site.fakes)
-    return reads + sum(tensor_bytes(value_of(node)) for node in site.outputs)
+    return sum(map(tensor_bytes, site.fakes)) + sum(map(lens.bytes_of, site.outputs))
 
 
-def saved_bytes(site: Site) -> int:
+def saved_bytes(lens: Lens, site: Site) -> int:
     """What selection ranks by; a launch saved counts as 4 KiB so that small sites count too."""
-    launches = sum(not _is_free(node) for node in site.interior) - 1
-    return bytes_before(site) - bytes_after(site) + 4096 * launches
+    launches = sum(not _is_free(lens, node) for node in site.interior) - 1
+    return bytes_before(lens, site) - bytes_after(lens, site) + 4096 * launches
 
 
 def kernels_removed(lens: Lens, site: Site) -> tuple[str, ...]:
     """The eager ops that disappear, in graph order; views, which launch nothing, are left out."""
     ordered = sorted(site.interior, key=lens.position.__getitem__)
-    return tuple(_label(node) for node in ordered if not _is_free(node))
+    return tuple(_label(lens, node) for node in ordered if not _is_free(lens, node))
 
 
 def hidden_kernels(site: Site) -> tuple[str, ...]:
@@ -85,17 +74,13 @@ def _concrete(fake) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(map(hint, fake.shape)), tuple(map(hint, fake.stride()))
 
 
-def _is_free(node: Node) -> bool:
+def _is_free(lens: Lens, node: Node) -> bool:
     """A view or an identity launches nothing."""
-    if kind(node) == "getitem":
-        return True
-    mine = storages(value_of(node))
-    theirs = frozenset().union(*(storages(value_of(arg)) for arg in node.all_input_nodes[:1]))
-    return bool(mine) and WORLD not in mine and mine <= theirs
+    return lens.kind(node) == "getitem" or lens.is_view(node)
 
 
-def _label(node: Node) -> str:
-    word = kind(node) or base_name(node) or getattr(node.target, "__name__", str(node.target))
+def _label(lens: Lens, node: Node) -> str:
+    word = lens.kind(node) or base_name(node) or getattr(node.target, "__name__", str(node.target))
     if word == "to":
         return f"to({_word(value_of(node))})"
     return word

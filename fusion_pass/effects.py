@@ -7,7 +7,7 @@ an op that no table knows: it reads and writes all that its arguments reach.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -81,6 +81,21 @@ def storages(value) -> frozenset:
     return frozenset(WORLD if key is None else key for key in keys)
 
 
+def storages_of(node: Node) -> frozenset:
+    """`storages` of what `node` yields. A dropout in eval mode yields its input itself; its fake has
+    memory of its own."""
+    return storages(value_of(node.args[0] if is_idle_dropout(node) else node))
+
+
+def is_idle_dropout(node: Node) -> bool:
+    """Whether `node` is a dropout whose `training` is False in the graph."""
+    name = base_name(node) if node.op == "call_function" else None
+    if name is None or "dropout" not in name or not node.args or not isinstance(node.args[0], Node):
+        return False
+    training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", node.kwargs.get("train"))
+    return training is False and isinstance(value_of(node), torch.Tensor)
+
+
 def is_fence(node: Node) -> bool:
     """Whether `node` switches ambient state (grad mode, autocast, functorch levels)."""
     name = node.op == "call_function" and getattr(node.target, "__name__", None)
@@ -95,31 +110,30 @@ def transform_depth_change(node: Node) -> int:
     return 0
 
 
-def effects_of(node: Node) -> Effects:
-    """What `node` reads and writes (see the module docstring)."""
+def effects_of(node: Node, storages_of: Callable[[Node], frozenset] = storages_of) -> Effects:
+    """What `node` reads and writes (see the module docstring); `storages_of` may be one that remembers."""
     if node.op in ("placeholder", "get_attr"):
         return Effects(frozenset(), frozenset())
-    inputs = [value_of(arg) for arg in node.all_input_nodes]
-    reads = frozenset().union(*map(storages, inputs)) if inputs else frozenset()
+    reads = frozenset().union(*map(storages_of, node.all_input_nodes))
     if node.op == "output":
         return Effects(reads, frozenset())
     written = _written(node)
     if written is None:
         return Effects(reads | {WORLD}, reads | {WORLD, RANDOM})
-    writes = frozenset().union(*(storages(value_of(n)) for n in written)) if written else frozenset()
-    if _draws(node):
+    writes = frozenset().union(*map(storages_of, written))
+    if _draws(node.target, base_name(node) or "") and not is_idle_dropout(node):
         writes |= {RANDOM}
     return Effects(reads, writes)
 
 
-def _draws(node: Node) -> bool:
-    """Whether `node` takes from the random stream, or does what only its author knows: custom ops
+@lru_cache(maxsize=8192)
+def _draws(target, name: str) -> bool:
+    """Whether a call takes from the random stream, or does what only its author knows: custom ops
     (which may draw, print, communicate) keep their order too."""
-    if is_foreign(node.target):
+    if is_foreign(target):
         return True
-    if isinstance(node.target, torch._ops.OpOverload):
-        return torch.Tag.nondeterministic_seeded in node.target.tags
-    name = base_name(node) or ""
+    if isinstance(target, torch._ops.OpOverload):
+        return torch.Tag.nondeterministic_seeded in target.tags
     return name in _RANDOM_NAMES or any(word in name for word in _RANDOM_WORDS) or \
         any(torch.Tag.nondeterministic_seeded in overload.tags for overload in _namesakes(name))
 
@@ -132,6 +146,12 @@ def _namesakes(name: str) -> tuple:
         return ()
     overloads = [getattr(packet, overload) for overload in packet.overloads()]
     return tuple(o for o in overloads if not any(arg.is_out for arg in o._schema.arguments))
+
+
+@lru_cache(maxsize=1024)
+def _writing_schemas(name: str) -> tuple:
+    """The schemas among `_namesakes` by which a call writes one of its arguments."""
+    return tuple(o._schema for o in _namesakes(name) if o._schema.is_mutable)
 
 
 def _nodes_in(arg) -> list[Node]:
@@ -153,15 +173,15 @@ def _written(node: Node) -> list[Node] | None:
         return _written_by_schema(node, target._schema)
     if name is None or is_fence(node):
         return None
-    written = _nodes_in(node.kwargs.get("out"))
+    written = _nodes_in(node.kwargs["out"]) if "out" in node.kwargs else []
     if _writes_first(node, name):
         # Named arguments: any of them may be the one.
         written += _nodes_in(node.args[:1]) or node.all_input_nodes
     if name in ("embedding", "embedding_bag") and \
             (node.kwargs.get("max_norm") is not None or len(node.args) > 3):
         written += _nodes_in((node.args[1:2], node.kwargs.get("weight")))
-    for overload in _namesakes(name):  # what neither name nor keyword betrays: fake-quant observers
-        written += _written_by_schema(node, overload._schema)
+    for schema in _writing_schemas(name):  # what neither name nor keyword betrays: fake-quant observers
+        written += _written_by_schema(node, schema)
     return written
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
+from functools import wraps
 
 import networkx as nx
 import torch
@@ -23,7 +24,7 @@ from .effects import (
     WORLD,
     effects_of,
     is_fence,
-    storage_key,
+    storages_of,
     tensors_of,
     transform_depth_change,
     value_of,
@@ -35,9 +36,15 @@ def same(a, b) -> bool:
     """Whether two sizes are equal for every size that the graph may meet; adds no guard."""
     if isinstance(a, int) and isinstance(b, int):
         return a == b
-    if isinstance(a, torch.SymInt) and a is b:
-        return True
+    written = _expression(a)
+    if written is not None and written == _expression(b):
+        return True  # most of them, and a hundred times cheaper than a proof
     return statically_known_true(a == b)
+
+
+def _expression(size):
+    """How a size is written in the graph's symbols; None for one that is not (a nested tensor's)."""
+    return size if isinstance(size, int) else getattr(getattr(size, "node", None), "expr", None)
 
 
 def same_shape(a, b) -> bool:
@@ -60,8 +67,35 @@ def static_size(size) -> int | None:
     return value if same(size, value) else None
 
 
+def tensor_bytes(fake: torch.Tensor) -> int:
+    """Bytes of the distinct elements of a fake: a broadcast dim counts once."""
+    count = fake.element_size()
+    for size, stride in zip(fake.shape, fake.stride()):
+        count *= 1 if isinstance(stride, int) and stride == 0 else hint(size)
+    return count
+
+
+def _fact(read: Callable) -> Callable:
+    """Makes a Lens's method of one node answer from memory when asked again. For anything but a node
+    the answer is None."""
+    name = read.__name__
+
+    @wraps(read)
+    def fact(lens: Lens, node: Node):
+        try:
+            return lens._facts[name][node]
+        except (KeyError, TypeError):  # not yet known; a list or slice
+            if not isinstance(node, Node):
+                return None
+        result = lens._facts[name][node] = read(lens, node)
+        return result
+
+    return fact
+
+
 class Lens:
-    """One graph, read once. Positions are those of the graph at construction.
+    """One graph, read once: it must not change while a lens looks at it. Positions are those of the
+    graph at construction.
 
     Attributes:
         nodes: the nodes in order; `position` is its inverse.
@@ -79,21 +113,29 @@ class Lens:
         self.transformed: set[Node] = set()
         self.written: set = set()
         self.overwritten: set = set()
-        self._kinds: dict[Node, str | None] = {}
+        self._facts: dict[str, dict] = defaultdict(dict)
         self.order = self._order()
 
-    def kind(self, node) -> str | None:
-        """The word for what `node` computes; None for unknown ops and for anything but a node."""
-        if not isinstance(node, Node):
-            return None
-        if node not in self._kinds:
-            self._kinds[node] = kind(node)
-        return self._kinds[node]
+    @_fact
+    def kind(self, node: Node) -> str | None:
+        """The word for what `node` computes; None for unknown ops."""
+        return kind(node)
 
-    def tensor(self, node) -> torch.Tensor | None:
+    @_fact
+    def storages(self, node: Node) -> frozenset:
+        """Keys of the memory behind what `node` yields (`effects.storages`)."""
+        return storages_of(node)
+
+    @_fact
+    def bytes_of(self, node: Node) -> int:
+        """Bytes of the tensors that `node` yields, at the sizes seen at compile time."""
+        return sum(map(tensor_bytes, tensors_of(value_of(node))))
+
+    @_fact
+    def tensor(self, node: Node) -> torch.Tensor | None:
         """The one plain tensor that `node` yields, or None (also for sparse tensors, for wrapper
         subclasses and for negative views, whose memory does not hold their values)."""
-        value = value_of(node) if isinstance(node, Node) else None
+        value = value_of(node)
         plain = isinstance(value, torch.Tensor) and value.layout is torch.strided and \
             not value.is_neg() and not is_traceable_wrapper_subclass(value)
         return value if plain else None
@@ -101,15 +143,17 @@ class Lens:
     def users(self, node: Node) -> list[Node]:
         return list(node.users)
 
+    @_fact
     def is_view(self, node: Node) -> bool:
         """Whether `node` yields memory of its first argument (an identity counts as a view)."""
         if node.op not in ("call_function", "call_method") or not node.args or \
                 not isinstance(node.args[0], Node):
             return False
-        mine = {storage_key(t) for t in tensors_of(value_of(node))}
-        theirs = {storage_key(t) for t in tensors_of(value_of(node.args[0]))}
-        return bool(mine) and None not in mine and mine <= theirs and self.kind(node) is not None
+        mine = self.storages(node)
+        return bool(mine) and WORLD not in mine and mine <= self.storages(node.args[0]) and \
+            self.kind(node) is not None
 
+    @_fact
     def is_identity(self, node: Node) -> bool:
         """Whether `node` yields its first argument itself (`x.float()` of fp32, `contiguous` of dense)."""
         mine, theirs = self.tensor(node), self.tensor(node.args[0]) if node.args else None
@@ -120,11 +164,11 @@ class Lens:
 
     def is_mutated(self, node: Node) -> bool:
         """Whether any node of the graph writes the memory that `node` yields."""
-        return any(storage_key(t) in self.written for t in tensors_of(value_of(node)))
+        return not self.storages(node).isdisjoint(self.written)
 
     def is_overwritten(self, node: Node) -> bool:
         """As `is_mutated`, but without the ops of which nothing is known, which as a rule only read."""
-        return any(storage_key(t) in self.overwritten for t in tensors_of(value_of(node)))
+        return not self.storages(node).isdisjoint(self.overwritten)
 
     def leads_into(self, node: Node, targets: Collection[Node]) -> bool:
         """Whether some target must come after `node`. Looks no further than the last target."""
@@ -147,13 +191,13 @@ class Lens:
     def _order(self) -> nx.DiGraph:
         edges = nx.DiGraph()
         edges.add_nodes_from(range(len(self.nodes)))
-        effects = [effects_of(node) for node in self.nodes]
+        effects = [effects_of(node, self.storages) for node in self.nodes]
         for effect in effects:
             self.written |= effect.writes
             if WORLD not in effect.writes:
                 self.overwritten |= effect.writes
-        inputs = {storage_key(t) for node in self.nodes if node.op in ("placeholder", "get_attr")
-                  for t in tensors_of(value_of(node))}
+        inputs = frozenset().union(*(self.storages(node) for node in self.nodes
+                                     if node.op in ("placeholder", "get_attr"))) - {WORLD}
         # Two inputs may share memory without their fakes saying so: where the graph writes one
         # input, all inputs count as one storage.
         joint = inputs if inputs & self.written else frozenset()
@@ -163,45 +207,44 @@ class Lens:
         segment = depth = 0
         fence = world = None
 
+        def precede(earlier: Iterable[int], i: int) -> None:
+            edges.add_edges_from((j, i) for j in earlier if j != i)
+
         def touch(i: int, keys: frozenset, write: bool) -> None:
-            for key in keys:
+            for key in keys if joint.isdisjoint(keys) else {"inputs", *keys - joint}:
                 before = writer.get(key, world)
                 if before is not None:
-                    edges.add_edge(before, i)
+                    precede((before,), i)
                 if write:
                     others = () if key == RANDOM else wild
-                    edges.add_edges_from((r, i) for r in (*readers.pop(key, ()), *others) if r != i)
+                    precede((*readers.pop(key, ()), *others), i)
                     writer[key] = i
                 else:
                     readers[key].append(i)
 
         for i, (node, effect) in enumerate(zip(self.nodes, effects)):
-            for arg in node.all_input_nodes:
-                edges.add_edge(self.position[arg], i)
+            precede(map(self.position.__getitem__, node.all_input_nodes), i)
             if fence is not None:
-                edges.add_edge(fence, i)
+                precede((fence,), i)
             if is_fence(node):
                 depth += transform_depth_change(node)
-                edges.add_edges_from((j, i) for j in range(fence or 0, i))
+                precede(range(fence or 0, i), i)
                 segment, fence = segment + 1, i
             self.segment[node] = segment
             if depth > 0:
                 self.transformed.add(node)
-            reads, writes = ({"inputs" if k in joint else k for k in keys}
-                             for keys in (effect.reads, effect.writes))
-            if WORLD in writes:
+            if WORLD in effect.writes:
                 # Memory that cannot be told: after all that came before, before all that follows.
                 touch(i, frozenset(writer) | frozenset(readers), write=True)
                 writer.clear()
                 wild.clear()
                 world = i
             else:
-                if WORLD in reads:
-                    edges.add_edges_from((w, i) for key, w in writer.items() if key != RANDOM)
+                if WORLD in effect.reads:
+                    precede((w for key, w in writer.items() if key != RANDOM), i)
                     wild.append(i)
-                touch(i, frozenset(reads), write=False)
-                touch(i, frozenset(writes), write=True)
-        edges.remove_edges_from(list(nx.selfloop_edges(edges)))
+                touch(i, effect.reads, write=False)
+                touch(i, effect.writes, write=True)
         return edges
 
 

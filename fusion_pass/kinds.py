@@ -34,16 +34,20 @@ KINDS: dict[str, str] = {
     # norms
     **dict.fromkeys(("layer_norm", "native_layer_norm"), "layer_norm"),
     **dict.fromkeys(("rms_norm", "_fused_rms_norm"), "rms_norm"),
+    **dict.fromkeys(("matmul", "__matmul__"), "matmul"),
     **dict.fromkeys(("getitem",), "getitem"),
     **dict.fromkeys(("cat", "concat", "concatenate"), "cat"),
 }
 _SAME = (
     "mean", "var", "std", "var_mean", "sum", "square", "sqrt", "rsqrt", "reciprocal", "exp", "tanh",
-    "relu", "gelu", "maximum", "minimum", "view", "reshape", "unflatten", "flatten", "permute",
+    "relu", "gelu", "mish", "hardswish", "maximum", "minimum", "view", "reshape", "unflatten", "flatten",
+    "permute",
     "transpose", "movedim", "select", "narrow", "unbind", "chunk", "split", "tensor_split", "expand",
     "unsqueeze", "squeeze", "slice", "item", "addcmul", "linear", "stack", "_unsafe_view", "t",
     "swapaxes", "swapdims", "moveaxis", "expand_as", "view_as", "reshape_as", "broadcast_to",
-    "split_with_sizes", "mT", "rearrange",
+    "split_with_sizes", "mT", "rearrange", "addmm", "conv2d",
+    # (in eval mode an identity, which its fake shows)
+    "dropout",
 )
 KINDS.update((name, name) for name in _SAME)
 

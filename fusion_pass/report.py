@@ -45,6 +45,7 @@ class SiteReport:
     bytes_after: int | None = None
     symbolic: bool = False  # the byte counts are for the sizes seen at compile time
     note: str = ""
+    chain: str = ""  # "linear -> gelu -> linear": what follows the norm in the same op
     kernel: str = field(default="", compare=False)  # see kernel_name; set in reports read from JSON
     # Asked for names and sources only where those are shown: generating a kernel costs milliseconds.
     call: Call | None = field(default=None, compare=False, repr=False)

@@ -11,8 +11,10 @@ import operator
 import torch
 from torch.fx import Graph, Node
 
+from .chain_site import ChainSite
 from .contract import check_contract
 from .graph import Lens
+from .kernels.chain_ops import chain_call
 from .kernels.ops import python_call
 from .select import Taken
 from .site import Site
@@ -31,10 +33,13 @@ def rewrite(lens: Lens, taken: Taken, traceable: bool) -> Graph:
     views: dict = {}
     schedule = taken.schedule()
     for site in taken.sites:
-        check_contract(lens, site)
+        for piece in site.pieces if isinstance(site, ChainSite) else (site,):
+            check_contract(lens, piece)
     interior = {node for site in taken.sites for node in site.interior}
     for unit in schedule:
-        if isinstance(unit, Site):
+        if isinstance(unit, ChainSite):
+            _insert_chain(graph, unit, env, views)
+        elif isinstance(unit, Site):
             _insert(graph, unit, env, views, traceable)
         elif unit not in interior:
             env[unit] = _copy(graph, unit, env)
@@ -64,6 +69,20 @@ def _insert(graph: Graph, site: Site, env: dict, views: dict, traceable: bool) -
     _keep_meta(op, site.anchor)
     for node, result in zip(site.outputs, results):
         for step in site.finish:
+            result = step.insert(graph, result, env.__getitem__)
+        result.meta = dict(node.meta)
+        env[node] = result
+
+
+def _insert_chain(graph: Graph, site: ChainSite, env: dict, views: dict) -> None:
+    inputs = [_operand(graph, node, steps, env, views) for node, steps in site.inputs]
+    scalars = [env[s] if isinstance(s, Node) else s for s in site.scalars]
+    op = graph.call_function(chain_call(site.chain), (*inputs, *scalars))
+    _keep_meta(op, site.anchor)
+    single = len(site.outputs) == 1
+    for number, (node, finish) in enumerate(zip(site.outputs, site.finishes)):
+        result = op if single else graph.call_function(operator.getitem, (op, number))
+        for step in finish:
             result = step.insert(graph, result, env.__getitem__)
         result.meta = dict(node.meta)
         env[node] = result

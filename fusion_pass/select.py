@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 
-import networkx as nx
 from torch.fx import Node
 
 from .cost import saved_bytes
@@ -62,7 +61,7 @@ def select(lens: Lens, candidates: Sequence[Candidate],
 
     def push(candidate: Candidate) -> None:
         if candidate.advance():
-            value = saved_bytes(candidate.site)
+            value = saved_bytes(lens, candidate.site)
             heapq.heappush(heap, (-value, lens.position[candidate.anchor], candidate))
         else:
             lost.append(candidate)
@@ -102,6 +101,10 @@ class Taken:
     def overlaps(self, site: Site) -> bool:
         """Whether `site` holds a node of a taken one."""
         return any(self.lens.position[node] in self._group for node in site.interior)
+
+    def holds(self, node: Node) -> bool:
+        """Whether a taken site holds `node`."""
+        return self.lens.position[node] in self._group
 
     def add(self, site: Site) -> Decline | None:
         """Take `site`; the reason where it conflicts with what is taken, and then it is not taken."""
@@ -168,16 +171,26 @@ class Taken:
         """Nodes and sites in an order to run them in: the graph's own, but for what must follow a
         site's last node."""
         lens = self.lens
-        unit = {p: -1 - group for p, group in self._group.items()}
-        contracted = nx.DiGraph()
-        contracted.add_nodes_from(unit.get(p, p) for p in range(len(lens.nodes)))
-        for a, b in lens.order.edges:
-            a, b = unit.get(a, a), unit.get(b, b)
-            if a != b:
-                contracted.add_edge(a, b)
-
-        def turn(key: int) -> int:
-            return key if key >= 0 else self._members[-1 - key][-1]
-
-        ordered = nx.lexicographical_topological_sort(contracted, key=turn)
-        return [lens.nodes[key] if key >= 0 else self._sites[-1 - key] for key in ordered]
+        # A site stands at its last position. Kahn's algorithm; of what is ready, the first comes first.
+        # (networkx's, on a contracted copy of the order, takes three times as long.)
+        place = list(range(len(lens.nodes)))
+        for position, group in self._group.items():
+            place[position] = self._members[group][-1]
+        followers = [set() for _ in place]
+        for a, successors in lens.order.adjacency():
+            followers[place[a]].update(map(place.__getitem__, successors))
+        waiting = [0] * len(place)
+        for a, after in enumerate(followers):
+            after.discard(a)
+            for b in after:
+                waiting[b] += 1
+        ready = [p for p, at in enumerate(place) if p == at and not waiting[p]]  # sorted: a heap
+        ordered: list[Node | Site] = []
+        while ready:
+            a = heapq.heappop(ready)
+            ordered.append(self._sites[self._group[a]] if a in self._group else lens.nodes[a])
+            for b in followers[a]:
+                waiting[b] -= 1
+                if not waiting[b]:
+                    heapq.heappush(ready, b)
+        return ordered

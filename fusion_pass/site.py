@@ -144,7 +144,7 @@ def pointwise_word(lens: Lens, node: Node) -> str | None:
         return None if kwargs else {"none": "gelu", "tanh": "gelu_tanh"}.get(approximate)
     if word == "pow":
         power = node.args[1] if len(node.args) == 2 else None
-        return {2: "square", 0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}.get(power) \
+        return {2: "square", 3: "cube", 0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}.get(power) \
             if isinstance(power, (int, float)) and not kwargs else None
     if word == "rsub":
         return "sub" if not kwargs and len(node.args) == 2 else None
@@ -169,7 +169,7 @@ class Assembler:
                  result: Node, regroup: Node | None, composites: Sequence[Composite]):
         self.lens, self.interior, self.regroup = lens, interior, regroup
         self.composites = {composite.out: composite for composite in composites}
-        self.norms = {norm.out: norm for norm in norms}
+        self.norms = {norm.out: norm for norm in norms if norm.op}
         first = norms[0]
         self.normal_shape = first.shape
         value = lens.tensor(result if regroup is None else regroup.args[0])

@@ -65,6 +65,14 @@ _TABLE = (
               "tl.maximum({0}, 0.0, propagate_nan=tl.PropagateNan.ALL)"),
     Pointwise("gelu", 1, "torch.nn.functional.gelu",
               "0.5 * ({0}) * (1.0 + tl.erf(({0}) * 0.7071067811865476))"),
+    # tanh(log(1+e)) = (e*e + 2e) / (e*e + 2e + 2) for e = exp(x), which loses nothing where e is small.
+    Pointwise("mish", 1, "torch.nn.functional.mish",
+              "({0}) * (1.0 - 2.0 / (tl.exp(tl.minimum({0}, 20.0)) * (tl.exp(tl.minimum({0}, 20.0)) + 2.0)"
+              " + 2.0))"),
+    Pointwise("hardswish", 1, "torch.nn.functional.hardswish",
+              "({0}) * tl.minimum(tl.maximum(({0}) + 3.0, 0.0, propagate_nan=tl.PropagateNan.ALL), 6.0, "
+              "propagate_nan=tl.PropagateNan.ALL) / 6.0"),
+    Pointwise("cube", 1, "ascend_ln_fuse.kernels.pointwise.cube", "({0}) * ({0}) * ({0})"),
     # tanh form: x/2*(1+tanh(u)) = x/(1+exp(-2u)), u = sqrt(2/pi)*(x+0.044715x^3).
     Pointwise("gelu_tanh", 1, "ascend_ln_fuse.kernels.pointwise.gelu_tanh",
               "({0}) / (1.0 + tl.exp(-1.5957691216057308 * "
@@ -79,6 +87,11 @@ def gelu_tanh(x):
     from torch.nn.functional import gelu
 
     return gelu(x, approximate="tanh")
+
+
+def cube(x):
+    """`torch.pow(x, 3)`."""
+    return x.pow(3)
 
 
 def torch_function(name: str) -> Callable:

@@ -1,0 +1,176 @@
+"""A chain in the graph: a norm's site with the linear layers behind it, and the builder of one.
+
+What belongs to it is decided by patterns/chain.py; here nodes become names (kernels/chain.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Node
+
+from .graph import Lens
+from .kernels.chain import Chain, LinearStage, Part, RegionStage
+from .site import Norm, Site, Step
+
+#: A tensor of the graph, and the views that are taken of it.
+Operand = "tuple[Node, tuple[Step, ...]]"
+
+
+@dataclass(frozen=True)
+class Product:
+    """One linear layer in the graph.
+
+    Attributes:
+        value: the node of what it reads (a value of the chain).
+        weight, bias: operands; bias may be None.
+        transposed: the weight is `[K, N]`.
+        out: the node of the result.
+        nodes: all that it replaces.
+        finish: views that turn the product, `[..., N]`, into what `out` yields.
+    """
+
+    value: Node
+    weight: tuple[Node, tuple[Step, ...]]
+    bias: tuple[Node, tuple[Step, ...]] | None
+    transposed: bool
+    out: Node
+    nodes: frozenset[Node]
+    finish: tuple[Step, ...] = ()
+
+
+@dataclass(frozen=True)
+class Pointwise:
+    """What is pointwise behind products: a site without a norm.
+
+    parts: the operands that are columns of a product -> that product's node and the columns.
+    """
+
+    site: Site
+    out: Node
+    nodes: frozenset[Node]
+    parts: dict[Node, tuple[Node, int, int]] = field(default_factory=dict)
+
+
+@dataclass
+class ChainSite:
+    """What `rewrite` needs to put one op in the place of a norm and what follows it: as `Site`, with a
+    chain instead of a region.
+
+    Attributes:
+        site: the norm's own, of which the report speaks.
+        pieces: the sites of all regions of the chain, for the contract.
+        finishes: for each output, the views that follow the op.
+    """
+
+    site: Site
+    chain: Chain
+    interior: frozenset[Node]
+    inputs: tuple[tuple[Node, tuple[Step, ...]], ...]
+    scalars: tuple[float | Node, ...]
+    outputs: tuple[Node, ...]
+    finishes: tuple[tuple[Step, ...], ...]
+    pieces: tuple[Site, ...]
+
+    @property
+    def anchor(self) -> Node:
+        return self.site.anchor
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        return self.site.norms
+
+    @property
+    def parts(self) -> tuple[Site, ...]:
+        return self.site.parts
+
+    @property
+    def pattern(self) -> str:
+        return self.site.pattern
+
+
+def build(lens: Lens, site: Site, steps: list[Product | Pointwise]) -> ChainSite:
+    """The chain of `site` and what follows it, in the order in which it runs."""
+    return _Builder(lens, site, steps).build()
+
+
+class _Builder:
+    def __init__(self, lens: Lens, site: Site, steps: list[Product | Pointwise]):
+        self.lens, self.site, self.steps = lens, site, steps
+        self.inputs: dict = {}  # (node, steps as text) -> (name, operand)
+        self.scalars: list[float | Node] = []
+        self.names: dict[Node, str] = {}  # values of the chain
+        self.finish: dict[Node, tuple[Step, ...]] = {}
+        self.stages: list = []
+
+    def build(self) -> ChainSite:
+        site = self.site
+        self._region(site, [self._input(*operand) for operand in site.inputs])
+        interior = set(site.interior)
+        for step in self.steps:
+            interior |= step.nodes
+            if isinstance(step, Product):
+                self._product(step)
+            else:
+                self._region(step.site, [self._argument(step, *operand) for operand in step.site.inputs])
+        read = {name for stage in self.stages for name in stage.reads}
+        outputs = [node for node, name in self.names.items()
+                   if name not in read or any(user not in interior for user in node.users)]
+        chain = Chain(tuple(name for name, _ in self.inputs.values()),
+                      tuple(f"s{i}" for i in range(len(self.scalars))), tuple(self.stages),
+                      tuple(self.names[node] for node in outputs))
+        pieces = (site, *(step.site for step in self.steps if isinstance(step, Pointwise)))
+        return ChainSite(site, chain, frozenset(interior), tuple(o for _, o in self.inputs.values()),
+                         tuple(self.scalars), tuple(outputs),
+                         tuple(self.finish.get(node, ()) for node in outputs), pieces)
+
+    def _region(self, site: Site, args: list) -> None:
+        names = [self._name(node, site.finish) for node in site.outputs]
+        self.stages.append(RegionStage(tuple(names), site.region, tuple(args),
+                                       tuple(self._scalar(s) for s in site.scalars)))
+
+    def _product(self, product: Product) -> None:
+        weight = self._input(*product.weight)
+        bias = None if product.bias is None else self._input(*product.bias)
+        self.stages.append(LinearStage(self._name(product.out, product.finish),
+                                       self.names[product.value], weight, bias, product.transposed))
+
+    def _argument(self, step: Pointwise, node: Node, views):
+        if node in step.parts:
+            source, start, length = step.parts[node]
+            return Part(self.names[source], start, length)
+        return self.names[node] if node in self.names else self._input(node, views)
+
+    def _name(self, node: Node, finish: tuple[Step, ...]) -> str:
+        self.names[node] = f"v{len(self.names)}"
+        self.finish[node] = finish
+        return self.names[node]
+
+    def _input(self, node: Node, views) -> str:
+        key = (node, *((s.op, s.target, repr(s.args), repr(s.kwargs)) for s in views))
+        if key not in self.inputs:
+            self.inputs[key] = (f"x{len(self.inputs)}", (node, views))
+        return self.inputs[key][0]
+
+    def _scalar(self, value: float | Node) -> str:
+        for number, known in enumerate(self.scalars):
+            if known is value or (isinstance(known, float) and known == value):
+                return f"s{number}"
+        self.scalars.append(value)
+        return f"s{len(self.scalars) - 1}"
+
+
+def columns_of(part: torch.Tensor, whole: torch.Tensor) -> tuple[int, int] | None:
+    """(start, length) when `part` is a run of the last dim of `whole` (fakes that share memory)."""
+    from .graph import same, same_shape
+
+    if part.dim() != whole.dim() or not same_shape(part.shape[:-1], whole.shape[:-1]) or \
+            not same_shape(part.stride(), whole.stride()):
+        return None
+    start = part.storage_offset() - whole.storage_offset()
+    length = part.shape[-1]
+    if not isinstance(start, int) or not isinstance(length, int) or \
+            not isinstance(whole.shape[-1], int) or not same(whole.stride(-1), 1):
+        return None
+    return (start, length) if 0 <= start and start + length <= whole.shape[-1] else None
