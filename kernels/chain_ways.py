@@ -6,28 +6,28 @@ pointwise behind them. A segment runs
 - by the "library": the norm's kernel, torch's products, and one kernel for what is pointwise, in place
   where the product is nobody else's;
 - as "one kernel" (fused_linear.py), with the norm in front of the product and the rest behind it;
-- or with the norm's kernel first and "one kernel" for the rest.
+  (or with the norm's kernel first, where others read its result).
 
-The last two are for few rows, where reading the weights and launching is all the time there is. Which is
+The second is for few rows, where reading the weights and launching is all the time there is. Which is
 taken is measured on the first call with a new number of rows (up to the next power of two), outside of
-graph capture, and kept on disk.
+graph capture, and kept on disk (chain_choice.py).
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from .chain import Chain, LinearStage, RegionStage, linear, operand
+from .chain_choice import LIBRARY, Choice, Question, choose
+from .chain_fused import FusedSegment, fused_segment
 from .launch import Runner
 
 #: Rows above which no other way than the library is tried: the product itself is the time then.
 FEW_ROWS = 256
-
-LIBRARY = "library"
 
 
 @dataclass(frozen=True)
@@ -63,48 +63,26 @@ def segments(chain: Chain) -> tuple[Segment, ...]:
     return tuple(found)
 
 
-@dataclass
-class Choice:
-    """What was chosen for a segment and why.
-
-    Attributes:
-        way: "library", "one kernel" or "norm kernel, one kernel".
-        config: the block shapes of `way`, where it has any.
-        times: way and block shapes -> measured device time in microseconds; empty where nothing was
-            measured.
-        reason: why other ways were not, or could not be, measured.
-    """
-
-    way: str
-    config: object = None
-    times: dict[str, float] = field(default_factory=dict)
-    reason: str = ""
-
-
 class ChainRunner:
     """Runs one chain; safe to call from several threads. Records no gradient.
 
     Attributes:
         chain: what it computes.
         segments: the chain's.
-        choices: (segment number, device index, rows up to) -> what was chosen there.
+        choices: (segment number, device index, rows up to, strides) -> what was chosen there.
     """
 
-    def __init__(self, chain: Chain):
+    def __init__(self, chain: Chain, decide: Callable[[Question], Choice] = choose):
+        """`decide` answers which way a segment takes (tests: without measuring)."""
         self.chain, self.segments = chain, segments(chain)
         self.choices: dict[tuple, Choice] = {}
+        self._decide = decide
         self._lock = threading.RLock()
-        self._ways: dict[int, object] = {}
-        self._runners = {stage.names: Runner(stage.region) for stage in chain.stages
-                         if isinstance(stage, RegionStage)}
-        spent = dict(zip((stage.names for stage in chain.stages), chain.spent))
-        #: after each segment, the values that nothing reads any more
-        self._spent = [tuple(n for stage in segment.stages for n in spent[stage.names])
-                       for segment in self.segments]
-        self._inside = [spent[stage.names] for segment in self.segments for stage in segment.stages]
-        self._in_place = {stage.names: self._reusable(stage, spent[stage.names])
-                          for stage in chain.stages if isinstance(stage, RegionStage)}
-        self._spent_after = spent
+        self._fused = tuple(fused_segment(chain, segment) for segment in self.segments)
+        regions = [stage for stage in chain.stages if isinstance(stage, RegionStage)]
+        self._runners = {stage.names: Runner(stage.region) for stage in regions}
+        self._spent = dict(zip((stage.names for stage in chain.stages), chain.spent))
+        self._over = {stage.names: self._reusable(stage) for stage in regions}
 
     def __call__(self, inputs: Sequence[torch.Tensor],
                  scalars: Sequence[float] = ()) -> tuple[torch.Tensor, ...]:
@@ -118,13 +96,13 @@ class ChainRunner:
         values = dict(zip(self.chain.inputs, inputs))
         numbers = dict(zip(self.chain.scalars, scalars))
         for number, segment in enumerate(self.segments):
-            way = None if keep else self._way(number, values, numbers)
-            if way is None:
+            fused, choice = self._fused[number], None
+            if fused is not None and not keep:
+                choice = self._choice(number, fused, values, numbers)
+            if choice is None or choice.way == LIBRARY:
                 self._library(segment, values, numbers, keep)
             else:
-                way(values, numbers)
-                for name in self._spent[number]:
-                    values.pop(name, None)
+                self._one_kernel(segment, fused, choice, values, numbers)
         return {name: values[name] for name in dict.fromkeys((*self.chain.outputs, *keep))}
 
     def _library(self, segment: Segment, values: dict, numbers: dict, keep: Sequence[str] = ()) -> None:
@@ -135,14 +113,14 @@ class ChainRunner:
                                             stage.transposed)
             else:
                 self._region(stage, values, numbers, keep)
-            for name in self._spent_after[stage.names]:
+            for name in self._spent[stage.names]:
                 if name not in keep:
                     values.pop(name, None)
 
     def _region(self, stage: RegionStage, values: dict, numbers: dict, keep: Sequence[str]) -> None:
         args = [operand(values, arg) for arg in stage.args]
         scalars = [numbers[name] for name in stage.scalars]
-        run, target = self._runners[stage.names], self._in_place[stage.names]
+        run, target = self._runners[stage.names], self._over[stage.names]
         buffer = values[target] if target is not None and target not in keep else None
         if buffer is not None and buffer.is_contiguous():
             run.into(args, scalars, (buffer,))
@@ -150,20 +128,69 @@ class ChainRunner:
         else:
             values.update(zip(stage.names, run(args, scalars)))
 
-    def _reusable(self, stage: RegionStage, spent: Sequence[str]) -> str | None:
+    def _one_kernel(self, segment: Segment, fused: FusedSegment, choice: Choice, values: dict,
+                    numbers: dict) -> None:
+        if segment.norm is not None and fused.norm is None:
+            self._region(segment.norm, values, numbers, ())
+        values.update(fused.call(values, numbers, choice.config))
+        for stage in segment.stages:
+            for name in self._spent[stage.names]:
+                values.pop(name, None)
+
+    def _reusable(self, stage: RegionStage) -> str | None:
         """The product that `stage` may write its one result over: of the same shape and dtype, read by
         nothing else."""
-        region = stage.region
+        region, spent = stage.region, self._spent[stage.names]
         products = {s.name for s in self.chain.stages if isinstance(s, LinearStage)}
         if len(region.outputs) != 1 or region.outputs[0].order != tuple(range(region.rank)):
             return None
         full = ("*",) * region.outer + (region.lane,)
         for arg, x in zip(stage.args, region.inputs):
             if arg in spent and arg in products and x.dims == full and \
-                    x.dtype == region.outputs[0].dtype and stage.args.count(arg) == 1:
+                    x.dtype == region.outputs[0].dtype and stage.reads.count(arg) == 1:
                 return arg
         return None
 
-    def _way(self, number: int, values: dict, numbers: dict) -> Callable | None:
-        """How segment `number` runs on these values; None for the library."""
-        return None
+    def _choice(self, number: int, fused: FusedSegment, values: dict, numbers: dict) -> Choice | None:
+        """Which way segment `number` takes on these values; None for the library, where nothing else is
+        worth asking for."""
+        segment = self.segments[number]
+        first = values[(fused.norm or segment.norm).reads[0]] if segment.norm else values[fused.value]
+        columns = values[segment.products[0].weight].shape[0 if segment.products[0].transposed else 1]
+        read = [values[name] for name in segment.norm.reads] if segment.norm else [first]
+        rows = max(x.numel() for x in read) // max(columns, 1)
+        if not 0 < rows <= FEW_ROWS:
+            return None
+        bucket = 1 << (rows - 1).bit_length()
+        key = (number, first.get_device(), bucket, *[x.stride() for x in read])
+        choice = self.choices.get(key)
+        if choice is None:
+            choice = self._ask(segment, fused, values, numbers, first.device, rows, bucket)
+            if choice.final:
+                with self._lock:
+                    self.choices[key] = choice
+        return choice
+
+    def _ask(self, segment, fused, values, numbers, device, rows, bucket) -> Choice:
+        ready = dict(values)
+        if segment.norm is not None and fused.norm is None and not _has(ready, segment.norm.names):
+            self._region(segment.norm, ready, numbers, ())
+        names = tuple(name for stage in segment.stages for name in stage.names
+                      if name in fused.names)
+
+        def by_library() -> list[torch.Tensor]:
+            found = dict(values)
+            self._library(segment, found, numbers, keep=names)
+            return [found[name] for name in names]
+
+        def by_kernel(config) -> list[torch.Tensor]:
+            found = dict(values)
+            self._one_kernel(segment, fused, Choice("", config), found, numbers)
+            return [found[name] for name in names]
+
+        return self._decide(Question(fused.run.segment.text, device, bucket, by_library, by_kernel,
+                                     *fused.about(ready, rows, device)))
+
+
+def _has(values: dict, names: Sequence[str]) -> bool:
+    return all(name in values for name in names)

@@ -1,0 +1,109 @@
+"""A segment of a chain as one kernel: from its stages to a FusedLinear and its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from .chain import Chain, Part, RegionStage, name_of, operand
+from .fused_linear import FusedLinear, GemmTile, Projection
+from .fused_linear import Segment as Fusible
+
+
+@dataclass(frozen=True)
+class FusedSegment:
+    """The arguments of a FusedLinear, by name.
+
+    Attributes:
+        run: the kernel's callable.
+        norm: the stage that makes the products' input; None where that is a value of the chain.
+        value: that value, where there is no norm.
+        weights, biases: a name, or columns of a product as rows of its weight; biases may be None.
+        transposed: for each product.
+        pointwise: the stage behind the products, and those of its arguments that follow the products.
+        names: of the values that a call yields, in order.
+    """
+
+    run: FusedLinear
+    norm: RegionStage | None
+    value: str
+    weights: tuple
+    biases: tuple
+    transposed: tuple[bool, ...]
+    pointwise: RegionStage | None
+    extra: tuple
+    names: tuple[str, ...]
+
+    def tensors(self, values: Mapping[str, torch.Tensor]) -> tuple[list, list, list, list]:
+        """(norm inputs, weights, biases, epilogue inputs) among the values of a call."""
+        first = [values[self.value]] if self.norm is None else [operand(values, a) for a in self.norm.args]
+        weights = [_rows(values, ref, 1 if flip else 0) for ref, flip in zip(self.weights, self.transposed)]
+        biases = [None if ref is None else _rows(values, ref, 0) for ref in self.biases]
+        return first, weights, biases, [operand(values, a) for a in self.extra]
+
+    def about(self, values: Mapping[str, torch.Tensor], rows: int, device: torch.device) -> tuple:
+        """(why no kernel serves these values, or None; a function that lists block shapes)."""
+        first, weights, biases, extra = self.tensors(values)
+        sizes = [w.shape[::-1] if flip else w.shape for w, flip in zip(weights, self.transposed)]
+        columns, depth = sum(n for n, _ in sizes), sizes[0][1]
+        return (self.run.supports(first, weights, biases, extra),
+                lambda: self.run.configs(rows, columns, depth, device))
+
+    def call(self, values: Mapping[str, torch.Tensor], numbers: Mapping[str, float],
+             config: GemmTile) -> dict[str, torch.Tensor]:
+        """What the segment adds to `values`."""
+        first, weights, biases, extra = self.tensors(values)
+        scalars = [] if self.norm is None else [numbers[s] for s in self.norm.scalars]
+        more = [] if self.pointwise is None else [numbers[s] for s in self.pointwise.scalars]
+        results = self.run(first, scalars, weights, biases, extra, more, config)
+        return dict(zip(self.names, results, strict=True))
+
+
+def _rows(values: Mapping[str, torch.Tensor], ref, dim: int) -> torch.Tensor:
+    if isinstance(ref, Part):
+        return values[ref.name].narrow(dim, ref.start, ref.length)
+    return values[ref]
+
+
+def fused_segment(chain: Chain, segment, make: Callable[[Fusible], FusedLinear] = FusedLinear,
+                  ) -> FusedSegment | None:
+    """`segment` (of `chain_ways.segments`) as one kernel; None where it is none. A norm whose result is
+    read elsewhere too runs by itself, and the rest is the kernel."""
+    if not segment.products:
+        return None
+    norm = segment.norm
+    inside = {stage.names for stage in segment.stages}
+    outside = {name for stage in chain.stages if stage.names not in inside for name in stage.reads}
+    outside |= set(chain.outputs)
+    if norm is not None and (norm.names[0] in outside or (segment.pointwise is not None and
+                                                          norm.names[0] in segment.pointwise.reads)):
+        norm = None
+    by_name = {product.name: product for product in segment.products}
+    refs = list(by_name)
+    epilogue, extra = None, []
+    if segment.pointwise is not None:
+        stage = segment.pointwise
+        order = sorted(range(len(stage.args)), key=lambda i: name_of(stage.args[i]) not in by_name)
+        refs = [stage.args[i] for i in order if name_of(stage.args[i]) in by_name]
+        extra = [stage.args[i] for i in order[len(refs):]]
+        if norm is not None and {name_of(arg) for arg in extra} & set(norm.names):
+            norm = None  # the sum of add -> norm, which the same kernel would have to write first
+        epilogue = replace(stage.region, inputs=tuple(stage.region.inputs[i] for i in order))
+    products = [by_name[name_of(ref)] for ref in refs]
+    try:
+        fusible = Fusible(None if norm is None else norm.region,
+                          tuple(Projection(p.bias is not None, p.transposed) for p in products), epilogue)
+    except ValueError:
+        return None
+    names = (*(norm.names[1:] if norm else ()), *(segment.pointwise.names if epilogue else by_name))
+    return FusedSegment(make(fusible), norm, products[0].value,
+                        tuple(_of(p.weight, ref) for p, ref in zip(products, refs)),
+                        tuple(None if p.bias is None else _of(p.bias, ref) for p, ref in zip(products, refs)),
+                        tuple(p.transposed for p in products), segment.pointwise, tuple(extra), names)
+
+
+def _of(name: str, ref):
+    """The columns `ref` of a product, as rows of its weight or bias `name`."""
+    return Part(name, ref.start, ref.length) if isinstance(ref, Part) else name
