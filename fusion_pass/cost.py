@@ -12,6 +12,7 @@ from torch.fx import Node
 from .effects import value_of
 from .graph import Lens, hint, tensor_bytes
 from .hidden import layout_kernels, norm_kernels
+from .kernels.region import dense_strides
 from .kinds import base_name
 from .site import Site
 
@@ -30,8 +31,9 @@ def bytes_before(lens: Lens, site: Site) -> int:
 
 
 def bytes_after(lens: Lens, site: Site) -> int:
-    """Bytes that the fused kernel moves."""
-    return sum(map(tensor_bytes, site.fakes)) + sum(map(lens.bytes_of, site.outputs))
+    """Bytes that the fused kernel moves, and the copies of what it cannot read as it lies."""
+    copies = 2 * sum(map(lens.bytes_of, site.copied))
+    return copies + sum(map(tensor_bytes, site.fakes)) + sum(map(lens.bytes_of, site.outputs))
 
 
 def saved_bytes(lens: Lens, site: Site) -> int:
@@ -50,16 +52,19 @@ def hidden_kernels(site: Site) -> tuple[str, ...]:
     """The kernels that Ascend is predicted to launch round the site's library norms (`hidden.py`)."""
     names: list[str] = []
     for norm in site.norms:
-        names += predicted(norm)
+        names += predicted(norm, copied=norm.value in site.copied)
     return tuple(names)
 
 
-def predicted(norm) -> tuple[str, ...]:
-    """Predicted hidden kernels of one norm; none for a handwritten one, whose kernels are explicit."""
+def predicted(norm, copied: bool = False) -> tuple[str, ...]:
+    """Predicted hidden kernels of one norm; none for a handwritten one, whose kernels are explicit.
+    `copied`: without those that make its input contiguous."""
     if norm.spelling not in ("layer_norm", "rms_norm"):
         return ()
     fake = value_of(norm.value)
     shape, strides = _concrete(fake)
+    if copied:
+        strides = dense_strides(shape, range(len(shape)))
     weight = value_of(norm.weight) if norm.weight is not None else None
     return norm_kernels(norm.op, shape, strides, _word(fake),
                         has_weight=norm.weight is not None, has_bias=norm.bias is not None,

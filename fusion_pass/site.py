@@ -134,6 +134,11 @@ class Site:
     def anchor(self) -> Node:
         return self.norms[0].out
 
+    @property
+    def copied(self) -> tuple[Node, ...]:
+        """The operands that are read through a contiguous copy."""
+        return tuple(node for node, steps in self.inputs if any(step.target == "contiguous" for step in steps))
+
 
 def pointwise_word(lens: Lens, node: Node) -> str | None:
     """The word of kernels/pointwise.py that `node` computes exactly, or None."""
@@ -302,6 +307,10 @@ class Assembler:
             raise Decline(f"operands on {fake.device} and {self.device}", node)
         dims = self._dims(node, fake)
         lane_stride = fake.stride(-1) if fake.dim() else 1
+        if dims and dims[-1] != 1 and not (same(lane_stride, 1) or same(lane_stride, 0)) and \
+                not steps and self._is_copied(node):
+            steps = (Step.method("contiguous"),)
+            fake, lane_stride = replay(fake, steps), 1
         if dims and dims[-1] != 1 and not (same(lane_stride, 1) or same(lane_stride, 0)):
             raise Decline("the normalised dim is not the innermost in memory (its stride is "
                           f"{lane_stride})", node)
@@ -315,6 +324,12 @@ class Assembler:
         self.operands.append(Operand(name, dtype, dims))
         self.dtypes[name] = dtype
         return name
+
+    def _is_copied(self, node: Node) -> bool:
+        """Whether `node` is what a library norm reads, of which PyTorch too makes a contiguous copy. Copies
+        are shared by all who read one, so that nobody may write what they are made of."""
+        return not self.lens.is_mutated(node) and \
+            any(norm.value is node and norm.spelling == "layer_norm" for norm in self.norms.values())
 
     def _place(self, node: Node, steps) -> tuple:
         """What an operand reads, in words that are the same for equal views of one tensor (cos[None] of

@@ -170,20 +170,21 @@ class Chain:
 
 def _words(chain: Chain) -> list[str]:
     words: list[str] = []
-    fellows = 0
+    fellows: list[LinearStage] = []
     for stage in chain.stages[1:]:
         if isinstance(stage, LinearStage):
-            fellows += 1
-            words[-1:] = [f"linear x{fellows}"] if fellows > 1 else [*words[-1:], "linear"]
+            fellows = [*fellows, stage] if fellows and fellows[0].value == stage.value else [stage]
+            words[-1:] = [f"linear x{len(fellows)}"] if fellows[1:] else [*words[-1:], "linear"]
             continue
-        fellows = 0
+        fellows = []
         body = [line.op for line in stage.region.body if line.op != "cast"]
         words.append(" ".join(_NAMED.get(tuple(body), body)))
     return words
 
 
 #: bodies that have a name of their own
-_NAMED = {("mul", "sigmoid", "mul"): ["quick_gelu"], ("add",): ["add"]}
+_NAMED = {("mul", "sigmoid", "mul"): ["quick_gelu"],
+          ("mul", "cube", "mul", "add", "mul", "tanh", "add", "mul"): ["gelu_new"]}
 
 
 def linear(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,

@@ -37,8 +37,12 @@ class Pointwise:
 
 
 _SIGMOID = "1.0 / (1.0 + tl.exp(-({0})))"
-# tanh(u) = 1 - 2/(exp(2u)+1): exact at both ends, needs no libdevice.
-_TANH = "1.0 - 2.0 / (tl.exp(2.0 * ({0})) + 1.0)"
+# tanh(u) = 1 - 2/(exp(2u)+1), which needs no libdevice; up to 0.625, where the difference cancels, the
+# polynomial of Cephes's tanhf.
+_SQUARED = "({0}) * ({0})"
+_TANH = (f"tl.where(tl.abs({{0}}) < 0.625, ({{0}}) + ({{0}}) * {_SQUARED} * (-0.333332819422 + {_SQUARED} * "
+         f"(0.133314422036 + {_SQUARED} * (-0.0537397155531 + {_SQUARED} * (0.0206390887954 - {_SQUARED} * "
+         "0.00570498872745)))), 1.0 - 2.0 / (tl.exp(2.0 * ({0})) + 1.0))")
 
 _TABLE = (
     Pointwise("add", 2, "torch.add", "{0} + {1}", commutative=True),

@@ -159,26 +159,42 @@ def _rows(lens: Lens, site: Site, value: Node, view: Node) -> Product | None:
 
 
 def _convolution(lens: Lens, site: Site, value: Node, node: Node) -> Product | None:
-    """A 1x1 convolution of a channels-last value: the product over its channels."""
-    if lens.kind(node) != "conv2d" or _argument(node, 0, "input") is not value or \
-            site.norms[0].axis not in (1, -3):
+    """A 1x1 convolution of a channels-last value, or of one whose channels a view moves to the front: the
+    product over its channels."""
+    view = None
+    if site.norms[0].axis not in (1, -3):
+        if not _to_channels_first(lens, value, node):
+            return None
+        view, (node,) = node, node.users
+    read = value if view is None else view
+    if lens.kind(node) != "conv2d" or _argument(node, 0, "input") is not read:
         return None
     weight, bias = _operand(_argument(node, 1, "weight")), _operand(_argument(node, 2, "bias"))
     fake, out = lens.tensor(weight[0] if weight else None), lens.tensor(node)
     plain = [_argument(node, i, name) for i, name in
              ((3, "stride"), (4, "padding"), (5, "dilation"), (6, "groups"))]
     if fake is None or out is None or fake.dim() != 4 or not same_shape(fake.shape[2:], (1, 1)) or \
-            any(_pair(got) != wanted for got, wanted in zip(plain, ((1, 1), (0, 0), (1, 1), (1, 1)))):
+            any(got is not None and _pair(got) != wanted
+                for got, wanted in zip(plain, ((1, 1), (0, 0), (1, 1), (1, 1)))):
         return None
-    if not same(out.stride(1), 1) or not same_shape(out.shape[2:], lens.tensor(value).shape[2:]):
+    if not same(out.stride(1), 1) or not same_shape(out.shape[2:], lens.tensor(read).shape[2:]):
         return None
-    return Product(value, (weight[0], (Step.method("flatten", 1),)), bias, False, node, frozenset([node]),
-                   (Step.method("movedim", -1, 1),))
+    return Product(value, (weight[0], (Step.method("flatten", 1),)), bias, False, node,
+                   frozenset([node] if view is None else [view, node]), (Step.method("movedim", -1, 1),))
 
 
-def _pair(value) -> tuple | None:
-    return None if value is None else tuple(value) * (2 // len(value)) \
-        if isinstance(value, (tuple, list)) else (value, value)
+def _to_channels_first(lens: Lens, value: Node, view: Node) -> bool:
+    """Whether `view`, which has one reader, is `value` (N, H, W, C) as (N, C, H, W)."""
+    whole, fake = lens.tensor(value), lens.tensor(view)
+    if fake is None or whole.dim() != 4 or fake.dim() != 4 or len(view.users) != 1 or \
+            not lens.is_view(view):
+        return False
+    return all(same_shape([of[i] for i in (0, 3, 1, 2)], got)
+               for of, got in ((whole.shape, fake.shape), (whole.stride(), fake.stride())))
+
+
+def _pair(value) -> tuple:
+    return tuple(value) * (2 // len(value)) if isinstance(value, (tuple, list)) else (value, value)
 
 
 # What is pointwise behind products

@@ -12,8 +12,10 @@ torch.set_num_threads(1)  # tests run in parallel processes
 @pytest.fixture(autouse=True)
 def _clean():
     from ascend_ln_fuse import clear_reports
+    from ascend_ln_fuse.kernels.chain_ops import chain_runner
     from ascend_ln_fuse.kernels.ops import runner
 
+    chain_runner.cache_clear()
     runner.cache_clear()  # plans remember whether kernels run through the interpreter
     torch.manual_seed(0)
     torch._dynamo.reset()

@@ -110,12 +110,25 @@ def test_normalised_dims_in_pieces_are_declined():
     assert "not one run of memory" in report.sites[0].reason
 
 
-def test_lane_that_is_not_innermost_is_declined():
+def test_lane_that_is_not_innermost_is_copied_as_in_eager():
     model = Norm(lambda x: x.view(6, 16, 12).transpose(1, 2))
-    report = check(model, torch.randn(6, 192), fused=0, declined=1)
-    assert "not the innermost" in report.sites[0].reason
+    report = check(model, torch.randn(6, 192), fused=1)
+    assert report.sites[0].bytes_after == report.sites[0].bytes_before  # the copy counts on both sides
+    assert "Transpose" not in report.sites[0].hidden_kernels  # it is still launched
     model = Norm(lambda x: x.view(6, 16, 12).transpose(1, 2).contiguous())
     check(model, torch.randn(6, 192), fused=1)  # the model's own copy stays
+
+
+def test_a_copy_is_not_taken_of_what_is_written():
+    class Model(nn.Module):
+        def forward(self, x):
+            x = x.view(6, 16, 12).transpose(1, 2).sin()
+            first = F.layer_norm(x, (16,))
+            x.mul_(2).add_(1)
+            return first, F.layer_norm(x, (16,))
+
+    report = check(Model(), torch.randn(6, 192), fused=0, declined=2)
+    assert "not the innermost" in report.sites[0].reason
 
 
 # The models' own spellings; numbers are the rows of the project's table of model patterns.
