@@ -137,7 +137,8 @@ class Site:
     @property
     def copied(self) -> tuple[Node, ...]:
         """The operands that are read through a contiguous copy."""
-        return tuple(node for node, steps in self.inputs if any(step.target == "contiguous" for step in steps))
+        return tuple(node for node, steps in self.inputs
+                     if any(step.target == "contiguous" for step in steps))
 
 
 def pointwise_word(lens: Lens, node: Node) -> str | None:

@@ -16,18 +16,20 @@ from torch.nn import functional as F
 from .chain import Chain, LinearStage, evaluate
 from .chain_ways import ChainRunner
 from .launch import runs_reference
+from .settings import DEFAULT_SELF_CHECK
 
 
 @lru_cache(maxsize=4096)
-def chain_runner(chain: Chain) -> ChainRunner:
-    """The one ChainRunner of equal chains in this process (thread-safe)."""
-    return ChainRunner(chain)
+def chain_runner(chain: Chain, self_check: str = DEFAULT_SELF_CHECK) -> ChainRunner:
+    """The one ChainRunner in this process of equal chains and a way to check (thread-safe)."""
+    return ChainRunner(chain, self_check)
 
 
-def chain_call(chain: Chain) -> Callable:
+def chain_call(chain: Chain, self_check: str = DEFAULT_SELF_CHECK,
+               runner: ChainRunner | None = None) -> Callable:
     """A function of the chain's inputs, then its scalars, that returns a tensor for one output, else a
-    tuple. To be called from generated graphs."""
-    run, count, single = chain_runner(chain), len(chain.inputs), len(chain.outputs) == 1
+    tuple. To be called from generated graphs. `runner` runs it instead of the one of all equal chains."""
+    run, count, single = runner or chain_runner(chain, self_check), len(chain.inputs), len(chain.outputs) == 1
 
     def fused(*args):
         inputs, scalars = args[:count], args[count:]

@@ -24,7 +24,8 @@ import torch
 from .chain import Chain, LinearStage, RegionStage, linear, operand
 from .chain_choice import LIBRARY, Choice, Question, choose
 from .chain_fused import FusedSegment, fused_segment
-from .launch import Runner
+from .ops import runner
+from .settings import DEFAULT_SELF_CHECK
 
 #: Rows above which no other way than the library is tried: the product itself is the time then.
 FEW_ROWS = 256
@@ -72,15 +73,19 @@ class ChainRunner:
         choices: (segment number, device index, rows up to, strides) -> what was chosen there.
     """
 
-    def __init__(self, chain: Chain, decide: Callable[[Question], Choice] = choose):
+    def __init__(self, chain: Chain, self_check: str = DEFAULT_SELF_CHECK,
+                 decide: Callable[[Question], Choice] = choose):
         """`decide` answers which way a segment takes (tests: without measuring)."""
         self.chain, self.segments = chain, segments(chain)
         self.choices: dict[tuple, Choice] = {}
         self._decide = decide
         self._lock = threading.RLock()
         self._fused = tuple(fused_segment(chain, segment) for segment in self.segments)
+        #: an input of each segment that has all of its rows
+        self._whole = tuple(_whole(segment) for segment in self.segments)
+        self._fused = tuple(fused if whole else None for fused, whole in zip(self._fused, self._whole))
         regions = [stage for stage in chain.stages if isinstance(stage, RegionStage)]
-        self._runners = {stage.names: Runner(stage.region) for stage in regions}
+        self._runners = {stage.names: runner(stage.region.text, self_check) for stage in regions}
         self._spent = dict(zip((stage.names for stage in chain.stages), chain.spent))
         self._over = {stage.names: self._reusable(stage) for stage in regions}
 
@@ -128,6 +133,13 @@ class ChainRunner:
         else:
             values.update(zip(stage.names, run(args, scalars)))
 
+    def ways(self) -> tuple[str, ...]:
+        """What was chosen so far, in words: for each segment and each number of rows a line."""
+        with self._lock:
+            choices = list(self.choices.items())
+        return tuple(f"part {number + 1} of {len(self.segments)}, up to {rows} rows: {choice}"
+                     for (number, _, rows, *_), choice in choices)
+
     def _one_kernel(self, segment: Segment, fused: FusedSegment, choice: Choice, values: dict,
                     numbers: dict) -> None:
         if segment.norm is not None and fused.norm is None:
@@ -155,14 +167,13 @@ class ChainRunner:
         """Which way segment `number` takes on these values; None for the library, where nothing else is
         worth asking for."""
         segment = self.segments[number]
-        first = values[(fused.norm or segment.norm).reads[0]] if segment.norm else values[fused.value]
-        columns = values[segment.products[0].weight].shape[0 if segment.products[0].transposed else 1]
-        read = [values[name] for name in segment.norm.reads] if segment.norm else [first]
-        rows = max(x.numel() for x in read) // max(columns, 1)
+        first = values[self._whole[number]]
+        rows = first.numel() // first.shape[-1] if first.shape[-1] else 0
         if not 0 < rows <= FEW_ROWS:
             return None
         bucket = 1 << (rows - 1).bit_length()
-        key = (number, first.get_device(), bucket, *[x.stride() for x in read])
+        read = segment.norm.reads if segment.norm is not None else (fused.value,)
+        key = (number, first.get_device(), bucket, *[values[name].stride() for name in read])
         choice = self.choices.get(key)
         if choice is None:
             choice = self._ask(segment, fused, values, numbers, first.device, rows, bucket)
@@ -173,6 +184,7 @@ class ChainRunner:
 
     def _ask(self, segment, fused, values, numbers, device, rows, bucket) -> Choice:
         ready = dict(values)
+        values = dict(values)  # as they are now, however often the ways are tried
         if segment.norm is not None and fused.norm is None and not _has(ready, segment.norm.names):
             self._region(segment.norm, ready, numbers, ())
         names = tuple(name for stage in segment.stages for name in stage.names
@@ -190,6 +202,16 @@ class ChainRunner:
 
         return self._decide(Question(fused.run.segment.text, device, bucket, by_library, by_kernel,
                                      *fused.about(ready, rows, device)))
+
+
+def _whole(segment: Segment) -> str | None:
+    """The name of an input that has all rows of the segment; None where there is no single one."""
+    if segment.norm is None:
+        return segment.products[0].value if segment.products else None
+    region = segment.norm.region
+    full = ("*",) * region.outer + (region.lane,)
+    return next((arg for arg, x in zip(segment.norm.args, region.inputs)
+                 if x.dims == full and isinstance(arg, str)), None)
 
 
 def _has(values: dict, names: Sequence[str]) -> bool:

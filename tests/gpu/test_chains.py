@@ -1,0 +1,144 @@
+"""Chains on an NVIDIA GPU: the way is measured once, the numbers hold, memory is what was promised."""
+
+import pytest
+import torch
+from checks import check
+from torch import nn
+from torch.nn import functional as F
+
+from ascend_ln_fuse import last_reports
+from ascend_ln_fuse.kernels import chain_choice
+
+pytestmark = pytest.mark.real_gpu
+
+C = 512
+
+
+@pytest.fixture(autouse=True)
+def own_store(monkeypatch, tmp_path):
+    from ascend_ln_fuse.kernels.store import Store
+
+    monkeypatch.setenv("ASCEND_LN_FUSE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(chain_choice, "_store", Store("chains"))
+
+
+class Ffn(nn.Module):
+    def __init__(self, act=F.gelu, gated=False, residual=True):
+        super().__init__()
+        self.norm, self.fc1, self.fc2 = nn.LayerNorm(C), nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
+        self.up = nn.Linear(C, 4 * C) if gated else None
+        self.act, self.residual = act, residual
+
+    def forward(self, x):
+        h = self.norm(x)
+        z = self.act(self.fc1(h))
+        y = self.fc2(z if self.up is None else z * self.up(h))
+        return x + y if self.residual else y
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(C)
+        self.q, self.k, self.v = nn.Linear(C, C), nn.Linear(C, C // 2), nn.Linear(C, C // 2)
+
+    def forward(self, x, y):
+        x = x + y
+        h = self.norm(x)
+        return x, self.q(h), self.k(h), self.v(h)
+
+
+@pytest.mark.parametrize("mean", [0.0, 1.0, 100.0, 1000.0])
+@pytest.mark.parametrize("tokens", [1, 5, 16, 100, 256, 300])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
+@pytest.mark.parametrize("make", [Ffn, lambda: Ffn(F.silu, gated=True), lambda: Ffn(F.relu, residual=False)],
+                         ids=["gelu", "gated", "relu"])
+def test_numbers(make, dtype, tokens, mean, device):
+    model = make().to(device, dtype)
+    check(model, (torch.randn(1, tokens, C, device=device) + mean).to(dtype), fused=1)
+    ways = last_reports()[-1].sites[0].chain_ways()
+    assert len(ways) == (2 if tokens <= 256 else 0)
+    assert all(("us" in way) for way in ways), ways
+
+
+def test_add_norm_and_projections_of_unequal_width(device):
+    inputs = [torch.randn(2, 9, C, device=device).bfloat16() for _ in range(2)]
+    check(Attention().to(device).bfloat16(), *inputs, fused=1)
+
+
+def test_every_tile_of_the_tuning_set_is_right(device):
+    """A tile that gives other results than the library is dropped, with a note: there must be none."""
+    for tokens in (1, 16, 128):
+        check(Ffn().to(device).bfloat16(), torch.randn(1, tokens, C, device=device).bfloat16(), fused=1)
+        for choice in last_reports()[-1].sites[0].chain_runner.choices.values():
+            assert "other results" not in choice.reason, choice.reason
+
+
+def test_first_call_inside_a_capture_measures_nothing_and_the_next_does(device):
+    model = Ffn().to(device).bfloat16().eval()
+    compiled = torch.compile(model, backend="ascend_ln_fuse", options={"report": "off"}, dynamic=False)
+    x = torch.randn(1, 16, C, device=device).bfloat16()
+    with torch.no_grad():
+        compiled(torch.randn(1, 300, C, device=device).bfloat16())  # compiles, and loads what many rows need
+        wanted = model(x)
+        runner = last_reports()[-1].sites[0].chain_runner
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = runner([x, *[p.detach() for p in runner_inputs(runner, model)]], (1e-5,))[0]
+        graph.replay()
+        torch.cuda.synchronize()
+        assert not runner.choices
+        torch.testing.assert_close(result, wanted, rtol=2e-2, atol=2e-2)
+        compiled(x)
+        assert runner.choices or last_reports()[-1].sites[0].chain_runner.choices
+
+
+def runner_inputs(runner, model):
+    """The model's parameters in the order of the chain's inputs, behind x."""
+    by_shape = {tuple(p.shape): p for p in model.parameters()}
+    order = [model.norm.weight, model.norm.bias, model.fc1.weight, model.fc1.bias, model.fc2.weight,
+             model.fc2.bias]
+    assert len(by_shape) and len(runner.chain.inputs) == len(order) + 1
+    return order
+
+
+def test_a_choice_is_read_by_another_runner(device):
+    x = torch.randn(1, 16, C, device=device).bfloat16()
+    check(Ffn().to(device).bfloat16(), x, fused=1)
+    first = last_reports()[-1].sites[0].chain_ways()
+    from ascend_ln_fuse.kernels.chain_ops import chain_runner
+
+    chain_runner.cache_clear()
+    check(Ffn().to(device).bfloat16(), x, fused=1)
+    assert last_reports()[-1].sites[0].chain_ways() == first
+
+
+@pytest.mark.parametrize("tokens", [64, 2048])
+def test_gradients(tokens, device):
+    torch.manual_seed(0)
+    model = Ffn().to(device)
+    x = torch.randn(1, tokens, C, device=device)
+    found = []
+    for run in (model, torch.compile(model, backend="ascend_ln_fuse", options={"report": "off"})):
+        leaf = x.clone().requires_grad_()
+        model.zero_grad()
+        run(leaf).square().sum().backward()
+        found.append([leaf.grad, *[p.grad.clone() for p in model.parameters()]])
+    for ours, eager in zip(found[1], found[0]):
+        torch.testing.assert_close(ours, eager, rtol=1e-3, atol=1e-3 * eager.abs().max().item())
+
+
+def test_peak_memory_is_below_eager(device):
+    model = Ffn().to(device).bfloat16().requires_grad_(False)
+    x = torch.randn(1, 8192, C, device=device).bfloat16()
+    compiled = torch.compile(model, backend="ascend_ln_fuse", options={"report": "off"})
+    peaks = []
+    with torch.no_grad():
+        for run in (model, compiled):
+            run(x)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            run(x)
+            peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[1] <= 0.86 * peaks[0], peaks
