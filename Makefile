@@ -14,7 +14,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 JOBS ?= auto
 
-.PHONY: demo test test-gpu ascend-sweep bench lint setup clean
+.PHONY: demo test test-gpu zoo ascend-sweep bench lint setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -29,9 +29,26 @@ lint: $(READY)
 test-gpu: build/gpu-site
 	ASCEND_LN_FUSE_STRICT=1 PYTHONPATH=build/gpu-site $(PYTHON) -m pytest -q $(ARGS) tests/gpu
 
+# Every model of transformers and diffusers that can be built offline, compared with eager; goes on where it was
+# stopped. ARGS="--write" rewrites its part of docs/reliability.md.
+zoo: $(READY)
+	$(BIN)/python tests/models/zoo/zoo.py $(ARGS)
+
 # Every kernel of the grid through Ascend's compilers and the interpreter, anew; rewrites docs/ascend.md's table.
 ascend-sweep: $(READY)
 	$(BIN)/python tests/ascend/grid.py $(ARGS)
+
+# Random programs against eager; any number: make fuzz ARGS="--graphs 20000 --seed 1".
+.PHONY: fuzz opinfo traps
+fuzz: $(READY)
+	nice -n 10 $(BIN)/python tests/fuzz/run.py $(ARGS)
+
+# PyTorch's OpInfo samples of the norms, and the list of traps: both rewrite their section of docs/reliability.md.
+opinfo: $(READY)
+	$(BIN)/python tests/opinfo/samples.py
+
+traps: $(READY)
+	$(BIN)/python tests/traps.py
 
 bench: build/gpu-site
 	PYTHONPATH=build/gpu-site $(PYTHON) benchmarks/strided_norm.py $(ARGS)
@@ -39,7 +56,7 @@ bench: build/gpu-site
 # Made anew each time: it must be this checkout.
 .PHONY: build/gpu-site
 build/gpu-site:
-	rm -rf build
+	rm -rf $@ build/lib build/bdist.*
 	$(PYTHON) -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation --no-index \
 	    --target $@ .
 

@@ -17,6 +17,9 @@ _PLACES = {
     "auto_fusion": "backend", "Options": "options", "FusionReport": "report",
     "SiteReport": "report", "last_reports": "report", "clear_reports": "report",
     "inplace_layer_norm_": "kernels.inplace",
+    "LayerNormLinear": "chain_modules", "LayerNormLinearFusion": "chain_modules",
+    "FusionChain": "chain_builder", "FusionMode": "chain_run", "ShapeRange": "shape_range",
+    "kernel_info": "kernel_info",
     "register_pattern": "patterns", "unregister_pattern": "patterns",
     "Norm": "site", "Decline": "site",
 }

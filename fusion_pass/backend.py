@@ -20,6 +20,8 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from . import cost
 from .chain_site import ChainSite
 from .graph import Lens, hint, module_path, source_line
+from .kernels.chain_ops import chain_runner
+from .kernels.ops import runner
 from .options import Options, parse_options, strict
 from .patterns import candidate, find_norms
 from .patterns.chain import extend_chains
@@ -108,18 +110,24 @@ def _fuse_graph(graph: Graph, options: Options) -> tuple[Graph | None, list[Site
     by_out = {found.norm.out: found.norm for found in norms}
     declined = [_declined(lens, c.anchor, c.reason, by_out[c.anchor]) for c in lost]
     declined += [_declined(lens, node, why) for node, why in refused]
-    fused = rewrite(lens, taken, traceable=options.inner != "eager") if taken.sites else None
-    reports = [report for site in taken.sites for report in _reports(lens, site)]
+    fused = rewrite(lens, taken, traceable=options.inner != "eager",
+                    self_check=options.self_check) if taken.sites else None
+    reports = [report for site in taken.sites for report in _reports(lens, site, options.self_check)]
     reports += declined
     reports.sort(key=lambda pair: lens.position[pair[0]])
     return fused, [report for _, report in reports] + _nested(graph)
 
 
-def _reports(lens: Lens, taken: Site | ChainSite):
+def _reports(lens: Lens, taken: Site | ChainSite, self_check: str):
     """(anchor, report) of each norm of a taken site."""
     site, chain = (taken.site, taken.chain) if isinstance(taken, ChainSite) else (taken, None)
     call = _call(site)
-    return [(part.anchor, _fused(lens, site, part, call, chain)) for part in site.parts or (site,)]
+    outcome = runner(site.region.text, self_check).record  # tells reports later of checks and fallbacks
+    ways = chain_runner(chain, self_check) if chain is not None else None
+    found = [(part.anchor, _fused(lens, site, part, call, ways, outcome)) for part in site.parts or (site,)]
+    for _, report in found:
+        outcome.name_site(report.where)
+    return found
 
 
 def _nested(graph: Graph) -> list[SiteReport]:
@@ -139,7 +147,7 @@ def _nested(graph: Graph) -> list[SiteReport]:
     return found
 
 
-def _fused(lens: Lens, site: Site, part: Site, call, chain=None) -> SiteReport:
+def _fused(lens: Lens, site: Site, part: Site, call, ways, outcome) -> SiteReport:
     """The report of `part`, which is `site` itself or one of those that share its launch."""
     # The last word of a path: a name that is the same in every layer keeps layers in one row.
     others = [module_path(other.anchor).rpartition(".")[2] or source_line(other.anchor)
@@ -151,7 +159,7 @@ def _fused(lens: Lens, site: Site, part: Site, call, chain=None) -> SiteReport:
         bytes_before=cost.bytes_before(lens, part), bytes_after=cost.bytes_after(lens, part),
         symbolic=any(not isinstance(n, int) for fake in part.fakes for n in fake.shape),
         note=f"one launch with {', '.join(others)}" if others else "",
-        chain=chain.words if chain is not None else "", call=call)
+        chain=ways.chain.words if ways is not None else "", call=call, record=outcome, chain_runner=ways)
 
 
 def _declined(lens: Lens, node, decline: Decline, norm=None):
@@ -182,6 +190,7 @@ def model_name(gm: GraphModule) -> str:
         frames = [frame for frame in frames if frame[0] != __file__]
         if frames:
             own = [f for f in frames if not _TORCH.search(f[0])] or frames
+            own = [(path, _RESUMED.sub(r"\1", name)) for path, name in own]
             # Decorators of a library come before the model's own forward.
             path, name = next((f for f in own if f[1] == "forward"), own[0])
             return f"{name} in {Path(path).name}"
@@ -190,6 +199,8 @@ def model_name(gm: GraphModule) -> str:
 
 _FRAME = re.compile(r'File "([^"]+)", line \d+, in (\w+)')
 _TORCH = re.compile(r"[\\/]torch[\\/]")
+#: What Dynamo calls the rest of a function behind a graph break.
+_RESUMED = re.compile(r"\A(?:torch_dynamo_resume_in_)+(\w+?)(?:_at_\d+)+\Z")
 
 
 def _inner_compiler(name: str) -> Callable | None:

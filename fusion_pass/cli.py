@@ -99,7 +99,7 @@ def explain(target: str, soc: str, full: bool, grad: bool, as_json: bool) -> Non
 
     reports = _reports(target, soc, grad)
     if as_json:
-        _print_json({"target": target, "soc": soc, "reports": [r.to_dict() for r in reports]})
+        _print_json({"target": target, "soc": soc, "reports": [*map(_plain, reports)]})
     else:
         show_reports(reports, full)
 
@@ -136,7 +136,7 @@ def check(target: str, soc: str, verify: bool, jobs: int, grad: bool, as_json: b
     if as_json:
         _print_json({"target": target, "soc": soc, "tools": _tools(), "failed": failed,
                      "kernels": [evidence.to_dict() for evidence in found],
-                     "reports": [report.to_dict() for report in reports]})
+                     "reports": [*map(_plain, reports)]})
     else:
         show_evidence(found, reports, soc, _tools())
     sys.exit(int(failed))
@@ -153,7 +153,7 @@ def profile(path: Path, report_path: Path | None, as_json: bool) -> None:
     CSV is kernel_details.csv of torch_npu.profiler, op_summary_*.csv of msprof, or a folder that holds one of
     them. JSON is a FusionReport: write ascend_ln_fuse.last_reports()[-1].to_json() to a file in the run that
     you profile, or take the output of `ascend-ln-fuse explain --json` for the same inputs and SoC.
-    Exit code 1 if a fused kernel of the report was not launched.
+    Exit code 1 if a fused kernel of the report was not launched, or the report has none.
     """
     from .profile import read_profile, read_reports
     from .screens import show_profile
@@ -165,7 +165,7 @@ def profile(path: Path, report_path: Path | None, as_json: bool) -> None:
                      "sites": None if sites is None else [site.to_dict() for site in sites]})
     else:
         show_profile(found, sites)
-    sys.exit(int(any(not site.launches for site in sites or ())))
+    sys.exit(int(sites is not None and (not sites or any(not site.launches for site in sites))))
 
 
 # -- shared
@@ -187,10 +187,47 @@ def _reports(target: str, soc: str, grad: bool) -> list:
             step(graphs, None)
 
         reports = trace(example, grad=grad, progress=count)
-    return [replace(report, sites=tuple(
-        replace(site, call=calls.setdefault(id(site.call), replace(site.call, soc=soc)))
-        if site.call is not None else site for site in report.sites))
-        for report in reports for calls in ({},)]
+    return [_for_soc(report, soc) for report in reports]
+
+
+def _for_soc(report, soc: str):
+    """The report with the kernels of `soc`, and with the bytes that these move: a row that no tile holds is
+    read in several passes. Sites that share a launch share the call."""
+    calls: dict[int, tuple] = {}  # id of a call -> (it with the SoC, what _extra_reads says)
+    sites = []
+    for site in report.sites:
+        if site.call is None:
+            sites.append(site)
+            continue
+        if id(site.call) not in calls:
+            call = replace(site.call, soc=soc)
+            calls[id(site.call)] = call, *_extra_reads(call, soc)
+        call, share, note = calls[id(site.call)]
+        moved = None if site.bytes_after is None else round(site.bytes_after * share)
+        notes = "; ".join(filter(None, (site.note, note)))
+        sites.append(replace(site, call=call, bytes_after=moved, note=notes))
+    return replace(report, sites=tuple(sites))
+
+
+def _extra_reads(call, soc: str) -> tuple[float, str]:
+    """(bytes that the kernel moves as a share of the least that must be moved, a word on why it is more)."""
+    from .kernels.ascend.traffic import ideal_bytes, passes, source_bytes
+    from .kernels.layout import Unsupported
+
+    try:
+        launch = next(call.candidates(soc), None)
+    except Unsupported:
+        launch = None
+    if launch is None:
+        return 1.0, ""
+    columns, lane = launch.kernel.tile.cols, launch.region.lane
+    note = f"rows of {lane} in pieces of {columns}, read {passes(launch)} times" if columns < lane else ""
+    return source_bytes(launch) / sum(ideal_bytes(launch, launch.grid)), note
+
+
+def _plain(report) -> dict[str, Any]:
+    """The report for JSON. It has no time, which beside an NPU's name would read as the NPU's."""
+    return {key: value for key, value in report.to_dict().items() if key != "seconds"}
 
 
 @contextlib.contextmanager

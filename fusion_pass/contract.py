@@ -71,7 +71,7 @@ def check_kernel(site: Site) -> None:
     if region.compute == "f64" and device == "npu":
         raise Decline("fp64 has no kernel on Ascend", node)
     for out in region.outputs:
-        if out.order[-1] != region.rank - 1 and region.lane > 1:
+        if out.order[-1] != region.rank - 1 and (region.lane > 1 or site.norms[0].axis is not None):
             raise Decline("the result's normalised dim is not the innermost in memory", node)
     if region.outer > MAX_DIMS:
         try:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-#: Set to 1 to have failures of the pass raise instead of running the original graph.
-STRICT_VARIABLE = "ASCEND_LN_FUSE_STRICT"
+from .kernels.settings import DEFAULT_SELF_CHECK, SELF_CHECKS, strict
+
+__all__ = ["Options", "parse_options", "strict"]
 
 _CHOICES = {
     "report": ("off", "table", "full"),
     "training": ("fuse", "decline"),
+    "self_check": SELF_CHECKS,
 }
 
 
@@ -27,11 +28,16 @@ class Options:
             any Dynamo backend, e.g. "inductor".
         training: sites whose inputs require grad while grad mode is on: "fuse" (backward differentiates
             the reference) or "decline".
+        self_check: when a kernel's results are compared with plain PyTorch on the tensors of the call, on
+            a sample of rows: "first_call" with new shapes, "always" on each call, or "off". A kernel
+            outside the error bound is replaced by plain PyTorch, with a warning; "raise" is "first_call"
+            but raises, also where a kernel does not compile or start.
     """
 
     report: str = "table"
     inner: str = "eager"
     training: str = "fuse"
+    self_check: str = DEFAULT_SELF_CHECK
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -73,8 +79,3 @@ def parse_options(options: Mapping[str, object] | Options | None) -> Options:
             raise ValueError(f"unknown option {name!r} of ascend_ln_fuse{hint}; "
                              f"valid options: {', '.join(names)}")
     return Options(**options)
-
-
-def strict() -> bool:
-    """Whether failures of the pass raise (see STRICT_VARIABLE)."""
-    return os.environ.get(STRICT_VARIABLE, "") not in ("", "0")

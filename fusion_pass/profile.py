@@ -6,6 +6,8 @@ time: it counts launches.
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import csv
 import io
 import json
@@ -163,7 +165,7 @@ def analyse(launches: Iterable[Launch]) -> Profile:
 
 
 def read_profile(path: Path) -> Profile:
-    """The profile in a CSV file, or in the only one below a folder (as the profilers leave it).
+    """The profile in a CSV file (or pipe), or in the only one below a folder (as the profilers leave it).
 
     Raises:
         ProfileError: nothing is there, several are, or the file is no profile.
@@ -172,10 +174,8 @@ def read_profile(path: Path) -> Profile:
 
 
 def _find(path: Path) -> Path:
-    if path.is_file():
-        return path
     if not path.is_dir():
-        raise ProfileError(f"no such file: {path}")
+        return path
     found = sorted(p for pattern in _FILES for p in path.rglob(pattern))
     if not found:
         raise ProfileError(f"no {' or '.join(_FILES)} below {path}")
@@ -189,10 +189,11 @@ def read_launches(path: Path) -> list[Launch]:
     """The rows of a profile in the order of their start, or of the file where that has no start times.
 
     Raises:
-        ProfileError: it is not readable as UTF-8 or GBK, or has no column with kernel names.
+        ProfileError: it is not readable as UTF-8, UTF-16 or GBK, has no column with kernel names, or no row.
     """
+    delimiter, text = _table(_text(path))
     try:
-        rows = list(csv.reader(io.StringIO(_text(path), newline="")))
+        rows = list(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter))
     except csv.Error as error:
         raise ProfileError(f"{path} is no CSV: {error}") from None
     places: dict[str, int | None] = {}
@@ -211,8 +212,19 @@ def read_launches(path: Path) -> list[Launch]:
             found.append((_number(values["start"]), launch))
     if not places:
         raise ProfileError(f"{path} is empty")
+    if not found:
+        raise ProfileError(f"{path} has a header and no kernel below it")
     found.sort(key=lambda pair: pair[0])
     return [launch for _, launch in found]
+
+
+def _table(text: str) -> tuple[str, str]:
+    """(what stands between cells, the table): commas as the profilers write it, or what a spreadsheet made
+    of them, which may say so in a line of its own in front of the header."""
+    first, _, rest = text.lstrip().partition("\n")
+    if told := re.fullmatch(r"sep=(.)\s*", first, re.IGNORECASE):
+        return told[1], rest
+    return max(",;\t", key=first.count), text
 
 
 def _places(header: list[str], path: Path) -> dict[str, int | None]:
@@ -228,21 +240,29 @@ def _places(header: list[str], path: Path) -> dict[str, int | None]:
 
 def _number(text: str) -> float:
     try:
-        return float(text)
+        return float(text if "." in text else text.replace(",", "."))  # spreadsheets may write 12,5
     except ValueError:
         return 0.0
 
 
 def _text(path: Path) -> str:
-    data = path.read_bytes()
-    if b"\0" in data[:4096]:
+    """Raises ProfileError where it is none, or cannot be read."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise ProfileError(f"no such file: {path}") from None
+    except OSError as error:
+        raise ProfileError(f"{path} cannot be read: {error.strerror}") from None
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        encodings = ("utf-16",)
+    elif b"\0" in data[:4096]:
         raise ProfileError(f"{path} is not a text file")
-    for encoding in ("utf-8-sig", "gb18030"):
-        try:
+    else:
+        encodings = ("utf-8-sig", "gb18030")
+    for encoding in encodings:
+        with contextlib.suppress(UnicodeDecodeError):
             return data.decode(encoding)
-        except UnicodeDecodeError:
-            continue
-    raise ProfileError(f"{path} is neither UTF-8 nor GBK")
+    raise ProfileError(f"{path} is not UTF-8, UTF-16 with its mark, or GBK")
 
 
 def read_reports(path: Path) -> list[FusionReport]:
@@ -252,15 +272,18 @@ def read_reports(path: Path) -> list[FusionReport]:
     Raises:
         ProfileError: no such file, no JSON, or JSON of something else.
     """
+    text = _text(Path(path))
+    if not text.strip():
+        raise ProfileError(f"{path} is empty")
     try:
-        data = json.loads(_text(Path(path)))
-    except OSError:
-        raise ProfileError(f"no such file: {path}") from None
+        data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ProfileError(f"{path} is no JSON: {error}") from None
     if isinstance(data, dict) and "reports" in data:
         data = data["reports"]
     reports = data if isinstance(data, list) else [data]
+    if not reports:
+        raise ProfileError(f"{path} holds no report")
     if not all(isinstance(one, dict) and isinstance(one.get("sites"), list) for one in reports):
         raise ProfileError(f"{path} is no report: wanted is what FusionReport.to_json() or "
                            "`ascend-ln-fuse explain --json` gives")

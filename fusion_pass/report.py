@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .kernels.call import Call
+    from .kernels.chain_ways import ChainRunner
+    from .kernels.record import Record
 
 MODES = ("off", "table", "full")
 FUSED, DECLINED = "fused", "declined"
@@ -46,14 +48,21 @@ class SiteReport:
     symbolic: bool = False  # the byte counts are for the sizes seen at compile time
     note: str = ""
     chain: str = ""  # "linear -> gelu -> linear": what follows the norm in the same op
-    kernel: str = field(default="", compare=False)  # see kernel_name; set in reports read from JSON
+    # These change while the model runs (kernel_name, self_check_words, fallback_words, chain_ways); as
+    # fields they are set in reports read from JSON.
+    kernel: str = field(default="", compare=False)
+    self_check: str = field(default="", compare=False)
+    fallback: str = field(default="", compare=False)
+    ways: tuple[str, ...] = field(default=(), compare=False)
     # Asked for names and sources only where those are shown: generating a kernel costs milliseconds.
     call: Call | None = field(default=None, compare=False, repr=False)
+    record: Record | None = field(default=None, compare=False, repr=False)
+    chain_runner: ChainRunner | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.status not in (FUSED, DECLINED):
             raise ValueError(f"status must be {FUSED!r} or {DECLINED!r}, not {self.status!r}")
-        for name in ("kernels_removed", "hidden_kernels"):
+        for name in ("kernels_removed", "hidden_kernels", "ways"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
     def kernel_name(self) -> str:
@@ -64,17 +73,37 @@ class SiteReport:
         kernel = self.call.kernel()
         return kernel.name if kernel else ""
 
+    def self_check_words(self) -> str:
+        """What the comparisons of the site's kernel with plain PyTorch have found so far; "" before the
+        first. Sites with equal regions share a kernel, and this."""
+        return self.record.self_check() if self.record is not None else self.self_check
+
+    def fallback_words(self) -> str:
+        """Why plain PyTorch has run instead of the site's kernel, for some shapes or all; "" where it has
+        not."""
+        return self.record.fallback() if self.record is not None else self.fallback
+
+    def chain_ways(self) -> tuple[str, ...]:
+        """How the site's chain has run so far, and the measured times that decided: one line for each of
+        its segments and each number of rows; empty before the first call, and without a choice."""
+        return self.chain_runner.ways() if self.chain_runner is not None else self.ways
+
     def to_dict(self) -> dict[str, Any]:
-        """Every field but `call`, as plain JSON values."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "call"}
-        values["kernel"] = self.kernel_name()
+        """Every field but those that reach into the process, as plain JSON values."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _LIVE}
+        values |= {"kernel": self.kernel_name(), "self_check": self.self_check_words(),
+                   "fallback": self.fallback_words(), "ways": self.chain_ways()}
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> SiteReport:
         """The inverse of `to_dict`; keys that this version does not know are passed over."""
-        known = {f.name for f in fields(cls)} - {"call"}
+        known = {f.name for f in fields(cls)} - _LIVE
         return cls(**{k: v for k, v in data.items() if k in known})
+
+
+#: Fields of a SiteReport that reach into the process; JSON has what they tell instead.
+_LIVE = {"call", "record", "chain_runner"}
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,7 +114,7 @@ class FusionReport:
     graph_index: int = 0
     sites: tuple[SiteReport, ...] = ()
     error: str | None = None  # why the pass failed; the original graph runs then
-    seconds: float = 0.0  # time spent in the pass
+    seconds: float = 0.0  # time spent in the pass; not told where it is nan
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sites", tuple(self.sites))
@@ -109,7 +138,7 @@ class FusionReport:
         if self.name and self.name != graph:
             graph += f" of {visible(self.name)}"
         start = f"ascend_ln_fuse: {graph}: "
-        took = f" ({self.seconds * 1e3:.1f} ms)"
+        took = f" ({self.seconds * 1e3:.1f} ms)" if math.isfinite(self.seconds) else ""
         if self.error is not None:
             return f"{start}the pass failed, the original graph runs{took}"
         if not self.sites:
@@ -161,7 +190,7 @@ _Row = tuple[str, list[SiteReport]]
 
 def grouped(sites: Sequence[SiteReport]) -> list[_Row]:
     """Sites that read the same but for layer indices are one row. Fused first, then graph order."""
-    shown = [f.name for f in fields(SiteReport) if f.name not in ("where", "node", "kernel", "call")]
+    shown = [f.name for f in fields(SiteReport) if f.compare and f.name not in ("where", "node")]
     groups: dict[tuple, list[SiteReport]] = {}
     for site in sites:
         key = (_INDEX.sub("{}", site.where), *(getattr(site, name) for name in shown))
@@ -310,11 +339,15 @@ def _details(site: SiteReport) -> list[str]:
     if site.status == FUSED:
         gone = ", ".join(_names(site.kernels_removed) + hidden)
         lines = [f"{pattern} replaces {gone}" if gone else pattern]
+        if fallback := site.fallback_words():
+            lines.append(f"runs as plain PyTorch: {visible(fallback)}")
     else:
         at = f" (node {visible(site.node)})" if site.node else ""
         lines = [f"{pattern}: {visible(site.reason) or 'no reason given'}{at}"]
         if hidden:
             lines.append(f"still launches {', '.join(hidden)}")
+    if site.chain:
+        lines.append(f"and in the same op: {visible(site.chain)}")
     return [*lines, visible(site.note)] if site.note else lines
 
 
@@ -348,7 +381,9 @@ def _listing(rows: list[_Row]) -> list[str]:
             kernel = site.call.source() if site.call else None
         except Exception as error:  # the rest of the report is still worth reading
             kernel = f"not available: {type(error).__name__}: {error}"
-        for title, text in (("region", site.region), ("kernel", kernel)):
+        texts = {"region": site.region, "kernel": kernel, "self-check": site.self_check_words(),
+                 "chain": "\n".join(site.chain_ways())}
+        for title, text in texts.items():
             if text:
                 lines += [f"  {title}:", *(f"    {line}" for line in _block(text).split("\n"))]
     return lines

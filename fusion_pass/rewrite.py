@@ -20,12 +20,13 @@ from .select import Taken
 from .site import Site
 
 
-def rewrite(lens: Lens, taken: Taken, traceable: bool) -> Graph:
+def rewrite(lens: Lens, taken: Taken, traceable: bool, self_check: str) -> Graph:
     """The graph with the taken sites fused.
 
     Args:
         traceable: call `torch.ops.ascend_ln_fuse.region`, which another compiler can trace, instead of
             the launcher itself, which costs less per call.
+        self_check: the option of that name.
     """
     graph = Graph()
     graph._codegen = copy.deepcopy(lens.graph._codegen)  # how inputs and outputs are packed
@@ -38,9 +39,9 @@ def rewrite(lens: Lens, taken: Taken, traceable: bool) -> Graph:
     interior = {node for site in taken.sites for node in site.interior}
     for unit in schedule:
         if isinstance(unit, ChainSite):
-            _insert_chain(graph, unit, env, views)
+            _insert_chain(graph, unit, env, views, self_check)
         elif isinstance(unit, Site):
-            _insert(graph, unit, env, views, traceable)
+            _insert(graph, unit, env, views, traceable, self_check)
         elif unit not in interior:
             env[unit] = _copy(graph, unit, env)
     graph.lint()
@@ -54,16 +55,16 @@ def _copy(graph: Graph, node: Node, env: dict) -> Node:
     return result
 
 
-def _insert(graph: Graph, site: Site, env: dict, views: dict, traceable: bool) -> None:
+def _insert(graph: Graph, site: Site, env: dict, views: dict, traceable: bool, self_check: str) -> None:
     inputs = [_operand(graph, node, steps, env, views) for node, steps in site.inputs]
     scalars = [env[s] if isinstance(s, Node) else s for s in site.scalars]
     count = len(site.outputs)
     if traceable:
         args = (site.region.text, inputs, scalars)
-        op = graph.call_function(torch.ops.ascend_ln_fuse.region.default, args)
+        op = graph.call_function(torch.ops.ascend_ln_fuse.region.default, args, {"self_check": self_check})
         results = [graph.call_function(operator.getitem, (op, i)) for i in range(count)]
     else:
-        op = graph.call_function(python_call(site.region), (*inputs, *scalars))
+        op = graph.call_function(python_call(site.region, self_check), (*inputs, *scalars))
         results = [op] if count == 1 else \
             [graph.call_function(operator.getitem, (op, i)) for i in range(count)]
     _keep_meta(op, site.anchor)
@@ -74,10 +75,10 @@ def _insert(graph: Graph, site: Site, env: dict, views: dict, traceable: bool) -
         env[node] = result
 
 
-def _insert_chain(graph: Graph, site: ChainSite, env: dict, views: dict) -> None:
+def _insert_chain(graph: Graph, site: ChainSite, env: dict, views: dict, self_check: str) -> None:
     inputs = [_operand(graph, node, steps, env, views) for node, steps in site.inputs]
     scalars = [env[s] if isinstance(s, Node) else s for s in site.scalars]
-    op = graph.call_function(chain_call(site.chain), (*inputs, *scalars))
+    op = graph.call_function(chain_call(site.chain, self_check), (*inputs, *scalars))
     _keep_meta(op, site.anchor)
     single = len(site.outputs) == 1
     for number, (node, finish) in enumerate(zip(site.outputs, site.finishes)):

@@ -31,12 +31,12 @@ def _console() -> Console:
                    highlight=False, markup=False, emoji=False)
 
 
-def _table(*columns: tuple[str, str]) -> Table:
-    """Columns as (title, "left" or "right"); the first one folds, the others do not."""
+def _table(*columns: tuple[str, str], folds: int = 0) -> Table:
+    """Columns as (title, "left" or "right"); the one numbered `folds` folds, the others do not."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     table.border_style = "dim"
     for i, (title, side) in enumerate(columns):
-        table.add_column(title, justify=side, no_wrap=i > 0, overflow="fold")
+        table.add_column(title, justify=side, no_wrap=i != folds, overflow="fold")
     return table
 
 
@@ -52,7 +52,8 @@ def show_reports(reports: Sequence[FusionReport], full: bool) -> None:
     """A table a graph."""
     console = _console()
     if not reports:
-        console.print("No graph was compiled: Dynamo found no tensor operation in the model.")
+        console.print("No graph was compiled: Dynamo found no tensor operation, or left the function alone "
+                      "(after a graph break in a loop, say). TORCH_LOGS=graph_breaks tells which.")
     for report in reports:
         text = render(report, "full" if full else "table", width=console.width, color=console.is_terminal)
         sys.stdout.write(text)
@@ -69,8 +70,10 @@ def show_evidence(found: Sequence[Evidence], reports: Sequence[FusionReport], so
     if not found:
         console.print("No kernel would be launched.")
         return
+    # A name cut in two can neither be read nor searched for in a profile: the verdict gives way.
     table = _table(("kernel", "left"), ("calls", "right"), ("tile", "right"), ("UB KiB", "right"),
-                   ("bytes moved", "right"), ("verdict", "left"))
+                   ("bytes moved", "right"), ("verdict", "left"), folds=5)
+    table.columns[0].min_width = max(len(one.kernel) for one in found)
     for one in found:
         moved = one.bytes_moved or one.bytes_ideal
         ratio = f"{one.bytes_moved / one.bytes_ideal:.2f}x ideal" if one.bytes_moved else "at the least"
@@ -132,7 +135,7 @@ def show_profile(profile: Profile, sites: Sequence[FusedSite] | None) -> None:
     if sites is None:
         return
     if not sites:
-        console.print("The report has no fused site.")
+        console.print("The report has no fused site, so there is no kernel to look for.")
         return
     table = _table(("fused site, its kernel", "left"), ("launches", "right"))
     for site in sites:

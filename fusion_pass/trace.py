@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import os
 import re
-import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -92,7 +94,7 @@ def trace(example: Example, options: Options | None = None, grad: bool = False,
     limits = {"recompile_limit": MAX_GRAPHS, "accumulated_recompile_limit": MAX_GRAPHS,
               "suppress_errors": False}
     try:
-        with _no_device(), mode, torch.set_grad_enabled(grad), torch._dynamo.config.patch(limits):
+        with _quiet(), _no_device(), mode, torch.set_grad_enabled(grad), torch._dynamo.config.patch(limits):
             torch.compile(example.model, backend=backend)(*args, **kwargs)
     except (Exception, SystemExit) as error:
         raise TraceError(f"the model does not run on fake tensors: {_cause(error)}") from error
@@ -102,8 +104,8 @@ def trace(example: Example, options: Options | None = None, grad: bool = False,
 
 
 def _report(gm: torch.fx.GraphModule, options: Options, number: int) -> FusionReport:
-    """What the backend would report of a graph, which is left as it is."""
-    started = time.perf_counter()
+    """What the backend would report of a graph, which is left as it is. Not how long that took: in a
+    report on an NPU it would read as a time of the NPU's."""
     error, sites = None, []
     try:
         _, sites = fuse_graph(gm.graph, options)
@@ -111,18 +113,39 @@ def _report(gm: torch.fx.GraphModule, options: Options, number: int) -> FusionRe
         if strict():
             raise
         error = f"{type(failure).__name__}: {failure}"
-    return FusionReport(model_name(gm), number, tuple(sites), error, time.perf_counter() - started)
+    return FusionReport(model_name(gm), number, tuple(sites), error, seconds=math.nan)
 
 
 @contextlib.contextmanager
 def _no_device() -> Iterator[None]:
-    """torch takes it that there is a device behind the name, and would make constants there. Nor is its
-    log of what a model does wrong wanted: the error says so."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    always = property(lambda self: True)
-    with mock.patch.object(log, "disabled", True), \
-            mock.patch.object(FakeTensorMode, "avoid_device_init", always):
+    """torch takes it that there is a device behind the name, and would make constants there."""
+    with mock.patch.object(FakeTensorMode, "avoid_device_init", property(lambda self: True)):
         yield
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torch warns of and logs about tracing: what matters is in the reports, or in the error.
+    The model's own warnings are shown, and torch's logs where TORCH_LOGS asks for them."""
+    if os.environ.get("TORCH_LOGS"):
+        yield
+        return
+    loggers = [log for name, log in list(logging.root.manager.loggerDict.items())
+               if name.partition(".")[0] == "torch" and isinstance(log, logging.Logger)]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", module=r"torch\b")
+        for handler in {handler for log in loggers for handler in log.handlers}:
+            handler.addFilter(_nothing)
+            stack.callback(handler.removeFilter, _nothing)
+        # Not all of them have a handler of torch's: these would come to Python's own.
+        for log in loggers:
+            stack.enter_context(mock.patch.object(log, "disabled", True))
+        yield
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
 
 
 def _cause(error: BaseException) -> str:
@@ -133,12 +156,13 @@ def _cause(error: BaseException) -> str:
     while (inner := chain[-1].__cause__ or chain[-1].__context__) is not None and inner not in chain:
         chain.append(inner)
     text = describe(chain[-1])
-    # Dynamo writes the user's frames into its message.
+    # Dynamo writes the user's frames into its message; where torch alone is in them, no line is to blame.
     frames = re.findall(r'File "([^"]+)", line (\d+)', str(error).partition("from user code")[2])
-    frames = frames or [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)
-                        if not re.search(r"[\\/]torch[\\/]", f.filename) and f.filename != __file__]
-    if frames:
-        path, line = frames[-1]
+    frames = frames or [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
+    own = [(path, line) for path, line in frames
+           if not re.search(r"[\\/]torch[\\/]", path) and path != __file__ and not path.startswith("<")]
+    if own:
+        path, line = own[-1]
         text += f" ({Path(path).name}:{line})"
     if any(isinstance(e, (DataDependentOutputException, DynamicOutputShapeException)) for e in chain):
         text += ". It needs a value out of a tensor (.item(), nonzero, a branch on data), and there are no " \

@@ -25,6 +25,8 @@ class Call:
     """A region with the shapes and strides (in elements) of its inputs, in its order, and their device.
 
     soc: the NPU's, where the device is not to be asked for it.
+    scalars: values of the region's scalars, None for one that only run time knows; None where the call
+    is of no model.
     """
 
     region: NormRegion
@@ -32,6 +34,7 @@ class Call:
     strides: tuple[tuple[int, ...], ...]
     device: torch.device
     soc: str | None = None
+    scalars: tuple[float | None, ...] | None = None
 
     def target(self) -> Target:
         """The rules for `soc`, else for the device; where that cannot be asked, for DEFAULT_SOC."""

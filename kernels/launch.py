@@ -3,34 +3,38 @@
 A `Runner` is the callable of one region. The first call with given shapes, strides, alignment and
 device makes a plan: layout, tile, generated and compiled kernel, or the reason why there is none and
 the reference runs. Later calls look the plan up, allocate the outputs and launch the compiled kernel
-directly, past Triton's own dispatch.
+directly, past Triton's own dispatch. A new kernel is on trial first (`guard.Guard`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
 from .codegen import generate
+from .compiling import within_limit
+from .frames import skip_frames
+from .guard import Guard
 from .layout import Layout, Unsupported, layout
+from .record import Record
 from .reference import TORCH_DTYPES, reference
 from .region import NormRegion, broadcast_sizes, dense_strides
+from .settings import DEFAULT_SELF_CHECK, INTERPRET, SELF_CHECKS
 from .source import KernelSource, Tile, jit, load
 from .targets import Target, target_for
 from .tiling import ladder
+from .triton_cache import with_safe_cache
 
 #: Plans that one Runner keeps; the oldest goes first.
 MAX_PLANS = 256
-
-#: Set to 1: kernels run on CPU tensors, through Triton's interpreter (for tests; slow).
-INTERPRET = "ASCEND_LN_FUSE_INTERPRET"
 
 _LOCK = threading.RLock()
 
@@ -45,17 +49,31 @@ class Runner:
 
     Attributes:
         region: what it computes.
-        reasons: reason -> number of plans for which the reference ran instead of a kernel.
+        self_check: when a kernel is compared with the reference (see `fusion_pass.options.Options`).
+        record: what became of its kernels.
     """
 
-    def __init__(self, region: NormRegion, target: Target | None = None):
-        """`target` overrides the choice by device (tests: the interpreter with an NPU's rules)."""
+    def __init__(self, region: NormRegion, target: Target | None = None,
+                 self_check: str = DEFAULT_SELF_CHECK):
+        """`target` overrides the choice by device (tests: the interpreter with an NPU's rules).
+
+        Raises:
+            ValueError: an unknown `self_check`.
+        """
+        if self_check not in SELF_CHECKS:
+            raise ValueError(f"self_check must be one of {', '.join(SELF_CHECKS)}, not {self_check!r}")
         self.region = region
-        self.reasons: dict[str, int] = {}
+        self.self_check = self_check
+        self.record = Record()
         self._target = target
         self._plans: dict[tuple, Callable] = {}
         if "torch._dynamo" in sys.modules:
-            _skip_frames()
+            skip_frames()
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Reason -> number of plans for which the reference runs instead of a kernel."""
+        return self.record.reasons
 
     def __call__(self, inputs: Sequence[torch.Tensor],
                  scalars: Sequence[float] = ()) -> tuple[torch.Tensor, ...]:
@@ -101,20 +119,17 @@ class Runner:
     del _method
 
     def _first(self, key: tuple, inputs, pointers, scalars, outputs=None):
-        """The first call with a key: makes the plan, runs it and keeps it."""
+        """The first call with a key: makes the plan, keeps it and runs it."""
         if "torch._dynamo" in sys.modules:
-            _skip_frames()
+            skip_frames()
         plan = self._make(inputs, outputs)
-        try:
-            results = plan(inputs, pointers, scalars, outputs)
-        except (Unsupported, ImportError) as why:
-            plan = self._declined(str(why))
-            results = plan(inputs, pointers, scalars, outputs)
+        if isinstance(plan, _Kernel):
+            plan = Guard(self, key, plan)
         with _LOCK:
             while len(self._plans) >= MAX_PLANS:
                 del self._plans[next(iter(self._plans))]
             self._plans[key] = plan
-        return results
+        return plan(inputs, pointers, scalars, outputs)
 
     def _make(self, inputs: Sequence[torch.Tensor],
               outputs: Sequence[torch.Tensor] | None) -> Callable:
@@ -133,7 +148,9 @@ class Runner:
                                      f"{x.dtype}{list(x.shape)} on {x.device}")
         target = self._target
         if target is None and runs_reference(device):
-            return self._reference
+            return self.reference_plan
+        if device in self.record.rejected:
+            return self.declined(self.record.rejected[device])
         try:
             if any(x.device != device for x in inputs):
                 raise Unsupported("inputs on different devices")
@@ -144,39 +161,33 @@ class Runner:
                 return _Empty(region, walk, device)
             return _PLANS[target.backend](region, walk, target, device)
         except (Unsupported, ImportError) as why:
-            return self._declined(str(why))
+            return self.declined(str(why))
 
-    def _declined(self, reason: str) -> Callable:
+    def declined(self, reason: str) -> Callable:
+        """The plan of a call that no kernel serves, for `reason`."""
+        self.record.declined(reason)
+        return self.reference_plan
+
+    def replace(self, key: tuple, old: Callable, new: Callable) -> None:
+        """Keep the plan `new` under `key`, where `old` is kept now."""
         with _LOCK:
-            self.reasons[reason] = self.reasons.get(reason, 0) + 1
-        return self._reference
+            if self._plans.get(key) is old:
+                self._plans[key] = new
 
-    def _reference(self, inputs, pointers, scalars, outputs=None):
+    def reject(self, device: torch.device, reason: str) -> bool:
+        """Run the reference on `device` from now on. False where that was so already."""
+        with _LOCK:
+            first = self.record.reject(device, reason)
+            self._plans.clear()  # those that are still right are made again
+            return first
+
+    def reference_plan(self, inputs, pointers, scalars, outputs=None):
+        """The plan that runs plain PyTorch."""
         with torch.no_grad():
             results = reference(self.region, inputs, scalars)
             for given, result in zip(outputs or (), results):
                 given.copy_(result)
         return results
-
-
-@lru_cache(maxsize=1)
-def _skip_frames() -> None:
-    """Has Dynamo skip the frames of launching and of the reference, where it meets them as frames of
-    their own (after a graph break before a Runner)."""
-    from torch._dynamo.eval_frame import skip_code
-
-    from . import reference as reference_module
-
-    found = []
-    for module in (sys.modules[__name__], reference_module):
-        owners = [vars(module), *(vars(x) for x in vars(module).values() if isinstance(x, type))]
-        for owner in owners:
-            found += [f.__code__ for f in owner.values()
-                      if getattr(f, "__module__", None) == module.__name__ and hasattr(f, "__code__")]
-    while found:
-        code = found.pop()
-        skip_code(code)
-        found += [c for c in code.co_consts if hasattr(c, "co_code")]
 
 
 # -- plans -------------------------------------------------------------------------------------------
@@ -203,30 +214,82 @@ class _Empty(_Outputs):
 
 
 class _Kernel(_Outputs):
-    """What the plans that launch a kernel share."""
+    """What the plans that launch a kernel share. `prepare` comes before the first call."""
 
     def __init__(self, region, walk, target, device):
         super().__init__(region, walk, device)
         self.region, self.walk, self.target = region, walk, target
-        self.tiles = iter(ladder(region, walk.structure, walk.sizes, target))
-        self.next_tile()
+        self.options: Mapping[str, object] = {}
+        self.ready = False
 
-    def next_tile(self) -> bool:
-        """Take the next tile of the ladder; False when there is none."""
-        tile = next(self.tiles, None)
-        if tile is None:
-            return False
-        self.source = generate(self.region, self.walk.structure, tile, self.target)
-        self.integers, self.grid = launch_facts(self.walk, tile.rows, self.target)
-        return True
+    def generate(self, tile: Tile) -> KernelSource:
+        return generate(self.region, self.walk.structure, tile, self.target)
+
+    def take(self, source: KernelSource) -> None:
+        """Launch that source from now on."""
+        self.source = source
+        self.integers, self.grid = launch_facts(self.walk, source.tile.rows, self.target)
 
     def numbers(self, scalars: Sequence[float]) -> list:
         if self.region.compute == "f64":
             return [struct.unpack("<q", struct.pack("<d", s))[0] for s in scalars]
         return list(map(float, scalars))
 
+    def prepare(self, pointers: Sequence[int], scalars: Sequence[float],
+                outputs: Sequence[torch.Tensor] | None = None) -> None:
+        """Compile for a call whose inputs have these addresses.
+
+        Raises:
+            CompileTimeout: the compiler needs longer than it may; a later call finds what it has made.
+            Unsupported, ImportError: no kernel serves the call. Or what the compiler raises.
+        """
+        if self.ready:
+            return
+        self.tiles = ladder(self.region, self.walk.structure, self.walk.sizes, self.target)
+        self.take(self.generate(self.tiles[0]))
+        addresses = [*pointers, *(x.data_ptr() for x in outputs or ())]
+        dtypes = [TORCH_DTYPES[x.dtype] for x in (*self.region.inputs, *self.region.outputs)]
+        addresses += [0] * (len(dtypes) - len(addresses))  # the allocator's own are aligned
+        alignments = tuple(address & 15 for address in addresses)
+        key = (self.region, self.walk.structure, self.tiles, self.target, self.device, alignments)
+        # In the place of the call's tensors, which a compiler that hangs would keep alive.
+        stand_ins = [_stand_in(dtype, self.device, a) for dtype, a in zip(dtypes, alignments)]
+        source, self.options = within_limit(key, partial(self.compile, stand_ins, scalars))
+        self.take(source)
+        self.ready = True
+
+    def compile(self, stand_ins: Sequence[torch.Tensor],
+                scalars: Sequence[float]) -> tuple[KernelSource, Mapping[str, object]]:
+        """(what to launch, with which options), compiled. In a thread of its own: changes no attribute."""
+        raise NotImplementedError
+
+    def warm_up(self, source: KernelSource, stand_ins, scalars, **options) -> None:
+        """Have Triton compile `source` without launching it."""
+        integers, grid = launch_facts(self.walk, source.tile.rows, self.target)
+        arguments = [*stand_ins, *integers, *self.numbers(scalars)]
+        with self.on_device(), _compile_lock(source):
+            with_safe_cache(lambda: _jit(source).warmup(*arguments, grid=(grid,), **options))
+
+    def on_device(self) -> contextlib.AbstractContextManager:
+        """Inside, the plan's device is this thread's current one."""
+        return contextlib.nullcontext()
+
+    def capturing(self) -> bool:
+        """Whether the call is being recorded for replay, so that nothing may wait for the device."""
+        return False
+
+
+def _stand_in(dtype: torch.dtype, device: torch.device, alignment: int) -> torch.Tensor:
+    """One element whose address is `alignment` modulo 16: all that a compiler looks at."""
+    skip = alignment // dtype.itemsize
+    return torch.empty(skip + 1, dtype=dtype, device=device)[skip:]
+
 
 class _Interpreted(_Kernel):
+    def compile(self, stand_ins, scalars):
+        _function(self.source)
+        return self.source, {}
+
     def __call__(self, inputs, pointers, scalars, outputs=None):
         from .targets.interpreter import run
 
@@ -237,8 +300,8 @@ class _Interpreted(_Kernel):
 
 
 class _Cuda(_Kernel):
-    """The first call goes through Triton, which compiles; later ones launch the binary directly,
-    with raw addresses and the raw current stream."""
+    """The first call goes through Triton, which loads the binary; later ones launch it directly, with raw
+    addresses and the raw current stream."""
 
     def __init__(self, region, walk, target, device):
         super().__init__(region, walk, target, device)
@@ -276,13 +339,24 @@ class _Cuda(_Kernel):
                *self.integers, *scalars)
         return outputs
 
+    def compile(self, stand_ins, scalars):
+        options = {"num_warps": self.source.tile.num_warps}
+        self.warm_up(self.source, stand_ins, scalars, **options)
+        return self.source, options
+
     def first(self, inputs, scalars, outputs):
-        compiled = _jit(self.source)[(self.grid,)](
-            *inputs, *outputs, *self.integers, *self.numbers(scalars),
-            num_warps=self.source.tile.num_warps)
+        arguments = [*inputs, *outputs, *self.integers, *self.numbers(scalars)]
+        # Triton's cache again: with the binary it loads, and may first compile, a launcher for it.
+        compiled = with_safe_cache(lambda: _jit(self.source)[(self.grid,)](*arguments, **self.options))
         self.function, self.metadata = compiled.function, compiled.packed_metadata
         self.launch = compiled.run
         return outputs
+
+    def on_device(self):
+        return torch.cuda.device(self.index)
+
+    def capturing(self):
+        return torch.cuda.is_current_stream_capturing()
 
 
 class _Npu(_Kernel):
@@ -307,24 +381,32 @@ class _Npu(_Kernel):
         if self.launch is not None:
             self.launch(*arguments)
             return
-        options = {}
-        while True:
+        compiled = with_safe_cache(lambda: _jit(self.source)[(self.grid,)](*arguments, **self.options))
+        self.launch = compiled[(self.grid, 1, 1)]
+
+    def compile(self, stand_ins, scalars):
+        """The first tile that fits the Unified Buffer; at last, the smallest once in memory, not twice."""
+        tries = [(tile, {}) for tile in self.tiles] + [(self.tiles[-1], {"multibuffer": False})]
+        for tile, options in tries:
+            source = self.generate(tile)
             try:
-                compiled = _jit(self.source)[(self.grid,)](*arguments, **options)
-                break
+                self.warm_up(source, stand_ins, scalars, **options)
+                return source, options
             except Exception as error:
                 # What the compiler wrote is the only sign of a tile too large for the Unified Buffer.
                 if "overflow" not in str(error).lower():
                     raise
-                if self.next_tile():
-                    count = len(self.region.inputs) + len(self.region.outputs)
-                    numbers = arguments[len(arguments) - len(self.region.scalars):]
-                    arguments = [*arguments[:count], *self.integers, *numbers]
-                elif not options:
-                    options = {"multibuffer": False}  # the smallest tile, once in memory instead of twice
-                else:
-                    raise Unsupported(f"no tile fits the Unified Buffer of {self.target.name}") from error
-        self.launch = compiled[(self.grid, 1, 1)]
+                overflow = error
+        raise Unsupported(f"no tile fits the Unified Buffer of {self.target.name}") from overflow
+
+    def on_device(self):
+        if torch.npu.current_device() == self.index:
+            return contextlib.nullcontext()
+        return torch.npu.device(self.index)
+
+    def capturing(self):
+        asked = getattr(torch.npu, "is_current_stream_capturing", None)
+        return asked is not None and asked()
 
 
 _PLANS = {"cuda": _Cuda, "npu": _Npu, "interpreter": _Interpreted}
@@ -343,6 +425,12 @@ def launch_facts(walk: Layout, rows: int, target: Target) -> tuple[tuple[int, ..
 @lru_cache(maxsize=1024)
 def _jit(source: KernelSource):
     return jit(source)
+
+
+@lru_cache(maxsize=1024)
+def _compile_lock(source: KernelSource) -> threading.Lock:
+    """Triton does not say that one JIT function may be compiled by two threads at once."""
+    return threading.Lock()
 
 
 @lru_cache(maxsize=1024)

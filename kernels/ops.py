@@ -1,7 +1,8 @@
-"""The fused op: `torch.ops.ascend_ln_fuse.region(text, inputs, scalars) -> outputs`.
+"""The fused op: `torch.ops.ascend_ln_fuse.region(text, inputs, scalars, *, self_check) -> outputs`.
 
 One op for all regions; `text` (kernels/region.py) says what it computes. It is functional: outputs
 are new tensors. `python_call` is the same without the dispatcher, for graphs that nobody traces again.
+`self_check` says when a kernel is compared with plain PyTorch: a word of `settings.SELF_CHECKS`.
 
 Differentiable: backward runs the reference again on the saved inputs and differentiates that, so no
 intermediate is kept. `python_call` can be differentiated again; of the dispatcher's op that is an error
@@ -19,19 +20,31 @@ from torch.autograd import forward_ad
 from .launch import Runner, runs_reference
 from .reference import TORCH_DTYPES, program, reference
 from .region import NormRegion, broadcast_sizes, dense_strides, parse
+from .settings import DEFAULT_SELF_CHECK
 from .values import ancestors
 
 
+def runner(text: str, self_check: str = DEFAULT_SELF_CHECK) -> Runner:
+    """The one Runner in this process of a region text and a way to check (thread-safe).
+
+    Raises:
+        ValueError: no region, or no word of `settings.SELF_CHECKS`.
+    """
+    return _runner(text, self_check)
+
+
 @lru_cache(maxsize=4096)
-def runner(text: str) -> Runner:
-    """The one Runner of a region text in this process (thread-safe)."""
-    return Runner(parse(text))
+def _runner(text: str, self_check: str) -> Runner:
+    return Runner(parse(text), self_check=self_check)
 
 
-def python_call(region: NormRegion) -> Callable:
+runner.cache_clear = _runner.cache_clear  # type: ignore[attr-defined]
+
+
+def python_call(region: NormRegion, self_check: str = DEFAULT_SELF_CHECK) -> Callable:
     """A function of the region's inputs, then its scalars: returns a tensor for one output, else a
     tuple. Differentiable; to be called from generated graphs."""
-    run, count, single = runner(region.text), len(region.inputs), len(region.outputs) == 1
+    run, count, single = runner(region.text, self_check), len(region.inputs), len(region.outputs) == 1
     # On the CPU the region is plain torch, which autograd knows: no plan, no launch.
     plain = program(region) if runs_reference(torch.device("cpu")) else None
 
@@ -118,16 +131,17 @@ def input_gradients(region: NormRegion, inputs: Sequence[torch.Tensor], scalars:
 # The dispatcher's form, for graphs that another compiler traces.
 
 _LIBRARY = torch.library.Library("ascend_ln_fuse", "DEF")
-_LIBRARY.define("region(str text, Tensor[] inputs, float[] scalars) -> Tensor[]")
+_LIBRARY.define("region(str text, Tensor[] inputs, float[] scalars, *, "
+                f"str self_check='{DEFAULT_SELF_CHECK}') -> Tensor[]")
 _LIBRARY.define("region_backward(str text, Tensor[] inputs, float[] scalars, Tensor[] grads, "
                 "bool[] given, bool[] needs) -> Tensor[]")
 
 
-def _region(text, inputs, scalars):
-    return list(runner(text)(inputs, scalars))
+def _region(text, inputs, scalars, *, self_check=DEFAULT_SELF_CHECK):
+    return list(_runner(text, self_check)(inputs, scalars))
 
 
-def _region_fake(text, inputs, scalars):
+def _region_fake(text, inputs, scalars, *, self_check=DEFAULT_SELF_CHECK):
     region = parse(text)
     sizes = broadcast_sizes(region, [x.shape for x in inputs])
     return [inputs[0].new_empty_strided(sizes, dense_strides(sizes, out.order),
@@ -147,7 +161,7 @@ def _region_backward_fake(text, inputs, scalars, grads, given, needs):
     return [x.new_empty(x.shape) if need else x.new_empty(0) for x, need in zip(inputs, needs)]
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx, inputs, keyword_only_inputs, output):
     ctx.text, tensors, ctx.scalars = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors)

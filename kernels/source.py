@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -33,7 +33,7 @@ class KernelSource:
         name: of the function; what profilers show.
         source: text of a module that defines it.
         params: (name, type) in order; types as in a Triton signature ("*bf16", "i64", "i32", "fp32").
-        tile: its block shape.
+        tile: its block shape: a Tile, or a GemmTile (fused_linear_tiles.py).
     """
 
     name: str
@@ -45,6 +45,27 @@ class KernelSource:
     def signature(self) -> dict[str, str]:
         """Parameter name -> Triton type."""
         return dict(self.params)
+
+
+def module_text(name: str, doc: str, params: Sequence[tuple[str, str]], body: str, imports: str = "") -> str:
+    """The text of a module that defines a kernel. `params` as in KernelSource; `imports` are further lines.
+
+    Raises:
+        ValueError: the docstring would end early.
+    """
+    if '"""' in doc or "\\" in doc:
+        raise ValueError("a kernel's docstring cannot hold quotes or backslashes")
+    types = {"i64": ": tl.int64", "i32": ": tl.int32"}
+    head, line = [], "       "
+    for parameter, type_ in params:
+        word = f"{parameter}{types.get(type_, '')}"
+        if len(line) + len(word) > 96:
+            head.append(line)
+            line = "       "
+        line += f" {word},"
+    head.append(line)
+    return (f'"""{doc}\n"""\n\nimport triton\nimport triton.language as tl\n{imports}\n\n'
+            f"def {name}(\n" + "\n".join(head) + f"\n):\n{body}\n")
 
 
 def load(kernel: KernelSource) -> Callable:

@@ -37,12 +37,16 @@ BUSY_OPS = {"gelu", "gelu_tanh", "silu", "sigmoid", "tanh"}
 UB_SHARE = 0.95
 UB_SHARE_950 = 0.97
 
-#: CUDA: bytes that one program and one warp load, and the most columns of a tile in registers.
+#: CUDA: bytes that one program and one warp load of an operand, and the most columns of a tile in
+#: registers. All of these by benchmarks/kernel_sweep.py on an H200.
 CUDA_TILE_BYTES = 4096
 CUDA_WARP_BYTES = 2048
-#: CUDA: rows of at most this many bytes take half of both. On an H200, q and k of heads of 128 together
-#: took 43 us so and 58 otherwise, one LayerNorm 36 and 38 (benchmarks/kernel_sweep.py sweep).
+#: CUDA: rows of at most this many bytes take half of both (q and k of heads of 128 together: 43 us so,
+#: 58 otherwise).
 CUDA_SHORT_ROW_BYTES = 256
+#: CUDA: a row that is a program's only one takes a warp for half as many bytes, up to this many warps: its
+#: reductions take longer than its loads (LayerNorm at D 4096, 1 MB: 3.1 us so, 3.5 otherwise).
+CUDA_ROW_WARPS = 8
 CUDA_MAX_COLS = 16384
 CUDA_MAX_WARPS = 16
 
@@ -120,8 +124,18 @@ def _cuda(region: NormRegion, structure: Structure, target: Target) -> tuple[Til
         return (Tile(1, 4096, 8), Tile(1, 1024, 4))
     share = 2 if cols * width <= CUDA_SHORT_ROW_BYTES else 1
     rows = 1 if structure.wide else min(MAX_ROWS, max(1, CUDA_TILE_BYTES // share // (cols * width)))
+    if rows == 2 and _streaming(region, structure) > 1:
+        rows = 1  # add -> LayerNorm at D 1024, 8 MB: 10.2 us so, 10.6 with two rows
     warps = rows * cols * width // (CUDA_WARP_BYTES // share)
+    if rows == 1:
+        warps = max(warps, min(CUDA_ROW_WARPS, 2 * warps))
     return (Tile(rows, cols, max(1, min(CUDA_MAX_WARPS, warps))),)
+
+
+def _streaming(region: NormRegion, structure: Structure) -> int:
+    """Inputs with a lane of their own for every row."""
+    return sum(s.lane and s.moving[structure.blocked]
+               for _, s in zip(region.inputs, structure.operands))
 
 
 # -- Ascend ------------------------------------------------------------------------------------------

@@ -64,15 +64,18 @@ def rounds(line: Line, values: dict[str, Value]) -> bool:
     return any(line.dtype not in _WIDER[values[a].exact] for a in line.args if isinstance(a, str))
 
 
-def analyse(region: NormRegion, structure: Structure, rows: int) -> dict[str, Value]:
+def analyse(region: NormRegion, structure: Structure, rows: int,
+            spread: bool = False) -> dict[str, Value]:
     """Every input, scalar and line of `region`, for tiles of `rows` rows.
+
+    `spread`: lanes that all rows share (weights) count, and are loaded, as if each row had its own.
 
     Raises:
         Unsupported: a norm of a value without a lane, or an eps that is no single number.
     """
     values: dict[str, Value] = {}
     for operand, shape in zip(region.inputs, structure.operands):
-        moves = shape.moving[structure.blocked] and rows > 1
+        moves = rows > 1 and (shape.moving[structure.blocked] or (spread and shape.lane))
         values[operand.name] = Value(variable(operand.name), moves, shape.lane,
                                      not any(shape.moving), operand.dtype, shape.lane)
     for name in region.scalars:

@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from ..effects import value_of
 from ..graph import Lens, same_shape, static_size
+from ..kinds import base_name
 from ..site import Decline, Norm
 
 #: parameter names by position, for calls by keyword
@@ -27,6 +28,8 @@ def match(lens: Lens, node: Node) -> Iterator[Norm]:
     word = lens.kind(node)
     if word in _PARAMETERS:
         yield _norm(lens, node, word)
+    elif base_name(node) == "_transformer_encoder_layer_fwd":
+        raise Decline("inside the one call that nn.TransformerEncoderLayer makes in inference", node)
 
 
 def _norm(lens: Lens, node: Node, word: str) -> Norm:

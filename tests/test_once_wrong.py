@@ -179,3 +179,31 @@ def test_strides_of_size_one_dims_are_eagers(make):
         ours, eager = compiled(make)(h), make(h)
         assert_within_bound(ours, eager, eager)
         torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("axis", [1, -1])
+def test_a_norm_over_a_dim_of_size_one_keeps_eagers_strides(axis):
+    """Found by fuzzing: with the dim moved to the end and back its stride came out as 1."""
+    def f(x):
+        return x * torch.rsqrt(x.pow(2).mean(axis, keepdim=True) + 0.1)
+
+    for x in (torch.randn(4, 1, 16), torch.randn(4, 1, 6, 3)):
+        ours, eager = compiled(f)(x), f(x)
+        assert ours.stride() == eager.stride()
+        torch.testing.assert_close(ours, eager)
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("shape, normalised", [((16,), 1), ((4, 48), 2)], ids=str)
+def test_a_tensor_that_is_one_row(shape, normalised, path):
+    """Found by fuzzing: its kernel had a tile of several rows, and stored them as one."""
+    if path == "kernel":
+        pytest.importorskip("triton")
+
+    def f(x, w):
+        return F.layer_norm(x, x.shape[-normalised:]) * w
+
+    x, w = torch.randn(shape), torch.randn(shape)
+    ours, eager = compiled(f)(x, w), f(x, w)
+    assert last_reports()[-1].fused == 1
+    assert_within_bound(ours, eager, f(x.double(), w.double()))

@@ -5,7 +5,9 @@
     interpreter.py  interpret: runs the final HIVM module with real tensors, counts bytes
     cost.py         loop_costs: bytes and instructions per loop, without running
     native.py       build: runs the Linalg form natively through LLVM 19
-    verify.py       verify: a final module on a small ragged call, against PyTorch
+    verify.py       verify: a final module on small ragged calls, against PyTorch
+    samples.py      those calls, with rows that show what ordinary data hides
+    traffic.py      bytes of a launch: at the least, by its source, by its module
     evidence.py     check_calls: all of that for every kernel that a model would launch
 
 below them:

@@ -8,8 +8,9 @@ with `verify` also whether the module computes right.
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,13 +19,16 @@ from ..call import Call
 from ..launch import Offline
 from ..layout import Unsupported
 from ..targets.npu import describe
-from .cost import loop_costs
 from .interpreter import InterpreterError
 from .lint import errors, lint
 from .op_table import UnknownOp
 from .toolchain import Planned, compile_planned, generation, lower
 from .tools import MissingTool, Outcome, ToolchainError, find_tool, require_triton_ascend
-from .verify import Verified, ideal_bytes, verify
+from .traffic import ideal_bytes, launch_bytes, source_bytes
+from .verify import Verified, verify
+
+#: Of a call: see call.Call.
+Scalars = tuple[float | None, ...] | None
 
 # Lowering runs in this process, in a library that makes no promise about threads.
 _LOWERING = threading.Lock()
@@ -40,8 +44,10 @@ class Evidence:
     outcome: of the compiler; None where there is no kernel.
     ub_bytes, ub_limit: of the Unified Buffer, used and there.  double_buffered: loads overlap compute.
     bytes_moved: between global memory and the core in all calls, from the final module, a ragged tile
-      counted as a full one; None for A5, whose compiler prints no module.  bytes_ideal: every tensor once.
+      counted as a full one; from the kernel's source for A5, whose compiler prints no module.
+    bytes_ideal: every tensor once.
     findings: of the lint, errors only.  verified: of the small run, if there was one.
+    unverified: that run was asked for and says nothing.
     reason: why the verdict is not "ok", for a person.
     """
 
@@ -57,6 +63,7 @@ class Evidence:
     bytes_ideal: int = 0
     findings: tuple[str, ...] = ()
     verified: Verified | None = None
+    unverified: bool = False
     reason: str = ""
 
     @property
@@ -77,14 +84,14 @@ class Evidence:
             return self.outcome.value
         if self.wrong:
             return "wrong code"
-        if self.reason:
+        if self.unverified:
             return "not verified"
-        return "ok" if self.double_buffered else "ok, single buffer"
+        return "ok" if self.double_buffered else "degraded"
 
     @property
     def failed(self) -> bool:
         """It does not compile, it is wrong, or the run that was asked for did not end."""
-        return self.verdict not in ("ok", "ok, single buffer", "no kernel")
+        return self.verdict not in ("ok", "degraded", "no kernel")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -96,18 +103,24 @@ class Evidence:
             "ub_limit": self.ub_limit, "double_buffered": self.double_buffered,
             "bytes_moved": self.bytes_moved, "bytes_ideal": self.bytes_ideal,
             "findings": list(self.findings),
-            "error_share": run.share if run else None,
+            # JSON has no infinity: null, and `reason` says why.
+            "error_share": run.share if run and math.isfinite(run.share) else None,
+            "flips_share": run.flips if run and math.isfinite(run.flips) else None,
         }
 
 
 @dataclass
 class _Job:
-    """A kernel and every call that launches it."""
+    """A kernel and every call that launches it.
+
+    scalars: the different ones that these calls give it.
+    """
 
     call: Call
     kernel: str
     reason: str = ""
     launches: list[Offline] = field(default_factory=list)
+    scalars: list[Scalars] = field(default_factory=list)
 
 
 def check_calls(calls: Sequence[Call], soc: str, run: bool = False, jobs: int = 1,
@@ -153,7 +166,10 @@ def _distinct(calls: Sequence[Call], soc: str) -> list[_Job]:
             job.launches.append(None)
             continue
         if launch is not None:
-            jobs.setdefault(launch.kernel.name, _Job(call, launch.kernel.name)).launches.append(launch)
+            job = jobs.setdefault(launch.kernel.name, _Job(call, launch.kernel.name))
+            job.launches.append(launch)
+            if call.scalars not in job.scalars:
+                job.scalars.append(call.scalars)
     return list(jobs.values())
 
 
@@ -164,40 +180,60 @@ def _check(job: _Job, soc: str, run: bool) -> Evidence:
     refused: list[str] = []
     for offline in job.call.candidates(soc):
         planned = compile_kernel(offline, soc)
-        if planned.outcome is not Outcome.OVERFLOW:
+        # A launch goes on to the next tile also where a smaller demand (no double buffering) would fit.
+        if planned.overflow is None:
             break
-        refused.append(f"{offline.kernel.tile}: {planned.message}")
+        refused.append(f"{offline.kernel.tile}: {planned.overflow}")
+    if refused and planned.ok and planned.overflow is not None:
+        refused.pop()  # the last tile, which does run so
     launches = [launch if not refused else replace(offline, walk=launch.walk) for launch in job.launches]
     found = replace(
         found, tile=str(offline.kernel.tile), refused=tuple(refused), outcome=planned.outcome,
         kernel=offline.kernel.name, ub_bytes=planned.peak_bytes.get("ub", 0),
         double_buffered=planned.double_buffered and planned.outcome is Outcome.PASSED,
-        bytes_ideal=sum(sum(ideal_bytes(x, x.grid)) for x in launches),
-        reason="" if planned.outcome is Outcome.PASSED else planned.message)
+        bytes_ideal=sum(sum(ideal_bytes(x, x.grid)) for x in launches), reason=_shortcoming(planned))
     if not planned.ok:
         return found
-    found = replace(found, reason="")
     if not planned.text:  # A5: the compiler prints no final module
-        return found
+        return replace(found, bytes_moved=sum(map(source_bytes, launches)))
     problems = tuple(map(str, errors(lint(planned))))
     moved = [launch_bytes(x, planned) for x in launches]
-    found = replace(found, findings=problems, reason="; ".join(problems),
+    found = replace(found, findings=problems, reason=_joined(found.reason, *problems),
                     bytes_moved=None if None in moved else sum(moved))
-    return _run(found, offline, planned) if run else found
+    return _run(found, offline, planned, job.scalars) if run else found
 
 
-def _run(found: Evidence, offline: Offline, planned: Planned) -> Evidence:
-    try:
-        verified = verify(offline, planned)
-    except UnknownOp as error:  # the interpreter's limit, not the kernel's fault
-        return replace(found, reason=f"the interpreter cannot run it: {error}")
-    except InterpreterError as error:
-        broken = Verified(float("inf"), 0, 0, 0, 0)
-        return replace(found, verified=broken, reason=f"{type(error).__name__}: {error}")
-    reason = found.reason
-    if not verified.right:
-        reason = f"its error is {verified.share:.3g} times what is allowed"
-    return replace(found, verified=verified, reason=reason)
+def _shortcoming(planned: Planned) -> str:
+    """Why a kernel does not compile, or what it lost."""
+    if planned.outcome is Outcome.DEGRADED:
+        return f"{planned.outcome.value}: {planned.message}"
+    if planned.outcome is not Outcome.PASSED:
+        return planned.message
+    return "" if planned.double_buffered else "the compiler keeps no buffer twice"
+
+
+def _run(found: Evidence, offline: Offline, planned: Planned, scalars: Iterable[Scalars]) -> Evidence:
+    """With what a run gives for each of the scalars; it ends with the first that is not right."""
+    for numbers in scalars:
+        try:
+            verified = verify(offline, planned, scalars=numbers)
+        except UnknownOp as error:  # the interpreter's limit, not the kernel's fault
+            return replace(found, unverified=True,
+                           reason=_joined(found.reason, f"the interpreter cannot run it: {error}"))
+        except InterpreterError as error:
+            verified = Verified.broken(f"{type(error).__name__}: {error}")
+        if verified.problem:
+            return replace(found, verified=verified, reason=_joined(found.reason, verified.problem))
+        if verified.blank:
+            why = f"PyTorch's own result is nowhere finite: {verified.blank}"
+            return replace(found, unverified=True, reason=_joined(found.reason, why))
+        if found.verified is None or verified.share > found.verified.share:
+            found = replace(found, verified=verified)
+    return found
+
+
+def _joined(*reasons: str) -> str:
+    return "; ".join(filter(None, reasons))
 
 
 def compile_kernel(offline: Offline, soc: str) -> Planned:
@@ -213,20 +249,3 @@ def compile_kernel(offline: Offline, soc: str) -> Planned:
 def can_run(soc: str) -> bool:
     """Whether the interpreter knows the SoC's generation."""
     return generation(soc) != "A5"
-
-
-def launch_bytes(offline: Offline, planned: Planned) -> int | None:
-    """Bytes that a launch moves between global memory and the core, by the final module: what stands
-    outside of its loop once a program, its loop once a tile, loops inside of that once a column tile.
-    None where the module has other loops."""
-    region, tile = offline.region, offline.kernel.tile
-    walk = offline.walk
-    tiles, passes = walk.tiles(tile.rows), -(-region.lane // tile.cols)
-    times = {0: offline.grid, 1: tiles, 2: tiles * passes}
-    total = 0
-    for loop in loop_costs(planned):
-        amount = sum(n for path, n in loop.bytes.items() if "GM" in path)
-        if len(loop.loop) not in times:
-            return None
-        total += amount * times[len(loop.loop)]
-    return total

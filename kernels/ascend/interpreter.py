@@ -40,13 +40,15 @@ def interpret(
     kernel_name: str | None = None,
     args: Sequence[Any] = (),
     grid: Sequence[int] = (1,),
+    programs: Sequence[int] | None = None,
 ) -> Counters:
-    """Run every program of a grid, one after the other; the tensors in `args` are written.
+    """Run the programs of a grid, one after the other; the tensors in `args` are written.
 
     planned: of `compile_planned` for A2 or A3, or the text of a final HIVM module.
     kernel_name: the kernel's function; may be None for a `Planned`.
     args: CPU tensors and numbers in the kernel's order. A tensor's memory is its whole storage.
     grid: one to three sizes.
+    programs: flat indices of those to run; all where it is None.
 
     Returns the bytes moved and the instructions executed. Raises InterpreterError: OutOfBounds,
     UnknownOp, a deadlock, arguments that do not fit; ToolchainError if the kernel did not compile.
@@ -63,7 +65,7 @@ def interpret(
     sizes = [int(size) for size in grid] + [1] * (3 - len(grid))
     if len(sizes) != 3 or not 0 < math.prod(sizes) <= MAX_PROGRAMS:
         raise InterpreterError(f"grid {tuple(grid)}: one to three sizes, 1 to {MAX_PROGRAMS} programs")
-    return _Launch(_load(text), kernel_name, args, sizes).run()
+    return _Launch(_load(text), kernel_name, args, sizes).run(programs)
 
 
 # ------------------------------------------------------------------------------------- programs
@@ -199,8 +201,8 @@ class _Launch:
         self.lock = torch.zeros(1024, dtype=torch.uint8)
         self.inputs = {program.func.name: self._bind(program.func) for program in self.programs}
 
-    def run(self) -> Counters:
-        for block in range(math.prod(self.grid)):
+    def run(self, programs: Sequence[int] | None = None) -> Counters:
+        for block in range(math.prod(self.grid)) if programs is None else programs:
             try:
                 self._run_block(block)
             except InterpreterError as error:

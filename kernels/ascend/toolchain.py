@@ -22,6 +22,7 @@ import re
 import signal
 import subprocess
 import tempfile
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -105,11 +106,24 @@ class Planned:
 
 # ---------------------------------------------------------------------------------------- targets
 
-# Names of SoCs as the compilers spell them, per generation. A2 and A3 plan memory alike.
-GENERATIONS = {
-    "A2": r"Ascend910B[1-4](C|-1)?",
-    "A3": r"Ascend910_93(62|72|81|82|91|92)",
-    "A5": r"Ascend910_95\w\w|Ascend950(PR|DT)_\w{4}",
+# Every SoC that the compilers know, as they spell it, per generation. A2 and A3 plan memory alike.
+GENERATIONS: dict[str, tuple[str, ...]] = {
+    "A2": tuple(f"Ascend910B{end}" for end in "1 2 2C 3 4 4-1".split()),
+    "A3": tuple(f"Ascend910_{end}" for end in "9362 9372 9381 9382 9391 9392".split()),
+    "A5": (
+        *(f"Ascend910_{end}" for end in "950z 9579 957b 957d 9581 9589 958a 958b 9599".split()),
+        *(
+            f"Ascend950PR_{end}"
+            for end in "950z 9579 957a 957b 957c 957d 9589 958a 958b 958c 958d 9599 959a 959b".split()
+        ),
+        *(
+            f"Ascend950DT_{end}"
+            for end in (
+                "950x 950y 9571 9572 9573 9574 9575 9576 9577 9578 9581 9582 9583 9584 9585 9586 9587 9588 "
+                "9591 9592 9595 9596 95A1 95A2"
+            ).split()
+        ),
+    ),
 }
 # For callers that care about the generation only.
 ALIASES = {
@@ -122,20 +136,21 @@ ALIASES = {
 
 
 def resolve_soc(soc: str) -> str:
-    """The compiler's name of a SoC; accepts `ALIASES`. ValueError says what is known."""
+    """The compiler's name of a SoC; accepts `ALIASES`. ValueError lists what is known."""
     soc = ALIASES.get(soc, soc)
-    if not any(re.fullmatch(pattern, soc) for pattern in GENERATIONS.values()):
-        raise ValueError(
-            f"unknown SoC {soc!r}: Ascend910B1 to B4 (A2), Ascend910_93xx (A3), Ascend950PR_xxxx "
-            f"(A5), or one of {', '.join(ALIASES)}"
-        )
+    if not any(soc in names for names in GENERATIONS.values()):
+        known = [
+            textwrap.fill(f"{name}: {', '.join(names)}", 78, initial_indent="  ", subsequent_indent="      ")
+            for name, names in GENERATIONS.items()
+        ]
+        raise ValueError("\n".join([f"unknown SoC {soc!r}. Known are {', '.join(ALIASES)}, and", *known]))
     return soc
 
 
 def generation(soc: str) -> str:
     """ "A2", "A3" or "A5"."""
     soc = resolve_soc(soc)
-    return next(g for g, pattern in GENERATIONS.items() if re.fullmatch(pattern, soc))
+    return next(g for g, names in GENERATIONS.items() if soc in names)
 
 
 # ------------------------------------------------------------------------------------------ lower

@@ -11,7 +11,7 @@ REGISTER_BYTES = 32 * 32 * 64 * 4
 def describe(name: str, cores: int) -> Target:
     """A GPU of `cores` multiprocessors."""
     return Target(name=name, backend="cuda", cores=cores, budget=REGISTER_BYTES, power_of_two=True,
-                  persistent=False, double_buffer=False, units=True, precise=True)
+                  persistent=False, double_buffer=False, units=True, precise=True, cache_hints=True)
 
 
 def target(index: int) -> Target:

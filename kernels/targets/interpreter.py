@@ -56,6 +56,7 @@ def _patched() -> Iterator[None]:
         tl.sum = lambda x, axis: tl.reduce(x, axis, tl.standard._sum_combine)
         builder.cast_impl = _cast(builder.cast_impl)
         builder.create_erf = _erf
+        builder.create_dot = _dot
         yield
     finally:
         for place, old in zip(places, before):
@@ -93,3 +94,13 @@ def _erf(self, arg):
     from triton.runtime.interpreter import TensorHandle
 
     return TensorHandle(torch.erf(torch.from_numpy(arg.data.copy())).numpy(), arg.dtype.scalar)
+
+
+def _dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+    """A product of matrices with fp32 sums; the interpreter's own multiplies the bits of bf16."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    a, b = (self.cast_impl(x, tl.float32).data if x.dtype.scalar != tl.float32 else x.data for x in (a, b))
+    return TensorHandle(np.matmul(a, b, dtype=np.float32) + d.data, d.dtype.scalar)

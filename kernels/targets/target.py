@@ -27,6 +27,7 @@ class Target:
         units: strides are worth passing in vector units (CUDA's access width is decided by
             provable alignment).
         precise: tl.sqrt and division are approximate; the correctly rounded forms exist.
+        cache_hints: loads may say what they leave in the caches (GPUs).
         dtypes: dtype words that it can load, store and compute in.
         eager_buffers: the compiler holds every loaded and stored tile twice before it saves memory
             elsewhere (Ascend 950); else it reuses buffers first.
@@ -45,6 +46,7 @@ class Target:
     dtypes: tuple[str, ...] = FLOATS
     permutes: bool = True
     eager_buffers: bool = False
+    cache_hints: bool = False
 
     def interpreted(self) -> Target:
         """The same rules, run by Triton's interpreter on CPU tensors."""

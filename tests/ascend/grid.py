@@ -14,7 +14,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -31,8 +30,9 @@ from ascend_ln_fuse.kernels.ascend.verify import Verified, verify
 from ascend_ln_fuse.kernels.call import Call
 from ascend_ln_fuse.kernels.launch import Offline
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+sys.path[:0] = [str(Path(__file__).parents[1] / "kernels"), str(Path(__file__).parents[1])]
 from norm_cases import region  # noqa: E402
+from pages import write_section  # noqa: E402
 
 SOC = "Ascend910B3"
 LANES = (64, 80, 128, 513, 1024, 3072, 4096, 8192, 12288)
@@ -44,7 +44,6 @@ VARIANTS = {"plain": "layer_norm", "strided": "layer_norm", "cast": "cast_chain"
 SHAPES = ("rows", "row", "columns")
 #: Batch and tokens of the model's call that a tile is chosen for.
 BATCH, TOKENS = 4, 4096
-DOCS = Path(__file__).parents[2] / "docs" / "ascend.md"
 
 
 @dataclass(frozen=True)
@@ -156,8 +155,7 @@ def prove(case: Case, cache: Path | None) -> Result:
         problem = str(found[0])
     else:
         verified = verify(offline, planned)
-        if not verified.right:
-            problem = f"error {verified.share:.3g} times the bound"
+        problem = verified.problem or verified.blank
     return Result(case, (tile.rows, tile.cols), used, verified, problem)
 
 
@@ -207,8 +205,7 @@ def main() -> None:
     text = f"{summary(results)}\n\n{table(results)}\n"
     print(text)
     if not args.dry:
-        old = re.compile(r"(?<=<!-- grid -->\n).*?(?=<!-- end of grid -->)", re.DOTALL)
-        DOCS.write_text(old.sub(lambda _: text, DOCS.read_text(encoding="utf-8")), encoding="utf-8")
+        write_section("ascend.md", "grid", text)
     sys.exit(any(r.problem for r in results))
 
 

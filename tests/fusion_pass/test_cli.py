@@ -16,6 +16,8 @@ compilers = pytest.mark.skipif(
     reason="needs triton-ascend and ascendnpu-ir")
 
 MODELS = '''
+import functools
+import warnings
 import torch
 from torch import nn
 
@@ -51,6 +53,29 @@ def values():
         def forward(self, x): return x * int(x.sum().item())
     return Model(), torch.randn(3)
 def mismatch(): return nn.Linear(8, 8), torch.randn(3, 7)
+class Wrong(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+    def forward(self, x): return self.linear(x)  # the line to blame
+def inside(): return Wrong(), torch.randn(3, 7)
+class Resumed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+    def forward(self, x):
+        x = self.norm(x * cached(3))
+        torch._dynamo.graph_break()
+        x = self.norm(x * cached(4))
+        torch._dynamo.graph_break()
+        warnings.warn("the model's own word")
+        return self.norm(x)
+@functools.lru_cache
+def cached(number): return number
+def resumed(): return Resumed(), torch.randn(3, 8)
+def long_rows():
+    return nn.Sequential(nn.LayerNorm(12288), nn.ReLU(), nn.RMSNorm(12288)).bfloat16(), \
+        torch.randn(64, 1024, 12288, dtype=torch.bfloat16)
 def fails(): raise KeyError("no such config")
 def takes(size): return None
 def nothing(): return None
@@ -59,6 +84,9 @@ def text(): return nn.ReLU(), "x"
 a_number = 3
 a_model = nn.ReLU()
 '''
+
+
+LINE_TO_BLAME = 1 + MODELS[:MODELS.index("# the line to blame")].count("\n")
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +99,8 @@ def folder(tmp_path_factory):
     (path / "report.json").write_text(json.dumps({"sites": [
         {"status": "fused", "pattern": "p", "where": "norm, m.py:1",
          "kernel": "aln_layer_norm_0123456789"}]}))
+    (path / "declined.json").write_text(json.dumps({"sites": [
+        {"status": "declined", "pattern": "p", "where": "norm, m.py:1", "reason": "r"}]}))
     name = "aclnnLayerNorm_{0}AiCore_{0}"
     rows = [name.format("Slice"), name.format("LayerNormV3"), "aln_layer_norm_0123456789"]
     (path / "kernel_details.csv").write_text("\n".join(["Name", *rows[:2]]))
@@ -142,6 +172,35 @@ def test_what_a_function_may_return(cli, name, graphs):
     assert len(reports) == graphs and all(r["fused"] == 1 and r["error"] is None for r in reports)
 
 
+def test_explain_tells_no_time(cli):
+    """Beside the name of an NPU, the pass's own would read as the NPU's."""
+    for command, name in (("explain", "breaks"), ("explain", "plain")):
+        out, _ = cli(command, f"models.py:{name}")
+        assert "ascend_ln_fuse: graph 0" in out and not re.search(r"\d\s*(ms|us|s)\b", out)
+        assert "seconds" not in cli(command, f"models.py:{name}", "--json")[0]
+
+
+def test_graphs_behind_a_break_are_named_after_the_users_function(cli):
+    out, err = cli("explain", "models.py:resumed")
+    titles = re.findall(r"graph \d of (.*?):", out)
+    assert len(titles) >= 2 and set(titles) == {"forward in models.py"}
+    assert not re.search("torch_dynamo_resume|lru_cache|Dynamo", out + err)
+    assert "the model's own word" in err
+
+
+def test_explain_counts_what_the_kernel_of_long_rows_reads(cli):
+    """Three passes of LayerNorm over x and one write, where two and one were the least; RMSNorm has two."""
+    first, second = explained(cli, "long_rows")[0]["sites"]
+    size = 64 * 1024 * 12288 * 2
+    assert first["note"] == "rows of 12288 in pieces of 2048, read 3 times"
+    assert second["note"] == "rows of 12288 in pieces of 2048, read 2 times"
+    # The weights are read once for each tile of four rows.
+    assert first["bytes_after"] == pytest.approx((4 + 2 / 4) * size, rel=1e-3)
+    assert second["bytes_after"] == pytest.approx((3 + 1 / 4) * size, rel=1e-3)
+    site = explained(cli, "positional")[0]["sites"][0]
+    assert site["note"] == "" and site["bytes_after"] == 2 * 50 * 4 * 128 * 2 + 3 * 128 * 2
+
+
 def test_nothing_to_fuse(cli):
     assert "no norm was found" in cli("explain", "models.py:plain")[0]
 
@@ -177,7 +236,8 @@ def test_errors_are_one_line_and_code_2(cli, folder):
     for name, message in [
         ("missing.py:build", "no such file: missing.py"),
         ("models.py:mismatch", "the model does not run on fake tensors: RuntimeError: a and b must have same "
-                               "reduction dim, but got [3, 7] X [8, 8]. (linear.py:"),
+                               "reduction dim, but got [3, 7] X [8, 8].\n"),
+        ("models.py:inside", f"but got [3, 7] X [8, 8]. (models.py:{LINE_TO_BLAME})\n"),
         ("models.py:values", "It needs a value out of a tensor"),
     ]:
         out, err = cli("explain", name, code=2)
@@ -228,7 +288,12 @@ def test_check_of_a_kernel_that_no_npu_has(cli):
 
 def test_a_soc_that_is_unknown(cli):
     _, err = cli("check", "models.py:plain", "--soc", "H100", code=2)
-    assert "unknown SoC 'H100': Ascend910B1 to B4 (A2)" in err
+    assert "unknown SoC 'H100'. Known are A2, A3, 910_93xx, A5, 950PR, and\n" in err
+    assert "  A2: Ascend910B1, Ascend910B2," in err
+    for command in ("explain", "check"):
+        _, err = cli(command, "models.py:plain", "--soc", "Ascend950PR_1234", code=2)
+        assert "unknown SoC 'Ascend950PR_1234'" in err and "Ascend950PR_9589" in err
+        assert max(map(len, err.split("\n"))) <= 110
     _, err = cli("check", "models.py:plain", "--soc", "A5", "--verify", code=2)
     assert "the interpreter knows A2 and A3" in err
 
@@ -239,6 +304,25 @@ def test_check_without_compilers(folder, tmp_path):
     done = subprocess.run([sys.executable, "-m", "ascend_ln_fuse", "check", "models.py:positional"],
                           cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and "pip install" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("columns", ["60", "80"])
+def test_names_of_kernels_are_never_cut(columns, monkeypatch, capsys):
+    """Whatever the verdict: their end is what a profile shows."""
+    from ascend_ln_fuse.kernels.ascend.evidence import Evidence
+    from ascend_ln_fuse.kernels.ascend.tools import Outcome
+    from ascend_ln_fuse.screens import show_evidence
+
+    monkeypatch.setenv("COLUMNS", columns)
+    found = [Evidence(f"aln_layer_norm_{outcome.name.lower():_<10.10}", 12, "1024 rows x 12288 columns", (),
+                      outcome, 200_000, 248 * 1024, outcome is Outcome.PASSED, 3 << 30, 1 << 30,
+                      reason="its reason") for outcome in Outcome]
+    show_evidence(found, [], "Ascend950PR_9589", {})
+    out = capsys.readouterr().out
+    for one in found:
+        assert re.search(rf"^{re.escape(one.kernel)} ", out, re.MULTILINE), out
+        assert f"{one.kernel}: its reason" in out
+    assert "degraded" in out
 
 
 # -- profile
@@ -254,6 +338,8 @@ def test_profile(cli):
     data = json.loads(cli("profile", "fused.csv", "--report", "report.json", "--json")[0])
     assert data["sites"] == [{"where": "norm, m.py:1", "kernel": "aln_layer_norm_0123456789", "launches": 1}]
     assert data["hidden"] == 1
+    out, _ = cli("profile", "fused.csv", "--report", "declined.json", code=1)
+    assert "no fused site" in out
     _, err = cli("profile", "nothing.csv", code=2)
     assert err == "Error: no such file: nothing.csv\n"
 

@@ -1,6 +1,10 @@
 """Profiles: files as torch_npu and msprof write them, hidden kernels per norm, and the report's kernels."""
 
+import codecs
+import csv
+import io
 import json
+import os
 
 import pytest
 
@@ -29,7 +33,7 @@ def row(start, name, kind, shapes='"""1,2"""', stream=2):
 
 def kernel_details(tmp_path, rows, encoding="utf-8", header=HEADER, name="kernel_details.csv"):
     path = tmp_path / name
-    path.write_bytes("\n".join([header, *rows]).encode(encoding) + b"\n")
+    path.write_bytes("\n".join([header, *rows, ""]).encode(encoding))
     return path
 
 
@@ -62,7 +66,7 @@ EXPECTED = [
 ]
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "gbk"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "gbk", "utf-16"])
 def test_kernel_details(tmp_path, encoding):
     rows = [*ROWS, row(5, "自定义算子", "自定义")]
     found = read_profile(kernel_details(tmp_path, rows, encoding))
@@ -71,6 +75,47 @@ def test_kernel_details(tmp_path, encoding):
     assert found.copies == {"Slice": 1, "Cast": 1} and found.ours == {KERNEL: 2} and not found.stray
     names = [launch.name for launch in read_launches(tmp_path / "kernel_details.csv")]
     assert names[0] == "自定义算子" and names[2] == "aclnnLayerNorm_SliceAiCore_Slice"
+
+
+@pytest.mark.parametrize("mark", [codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE])
+def test_utf_16_of_either_order(tmp_path, mark):
+    path = kernel_details(tmp_path, ROWS)
+    text = path.read_text()
+    order = "le" if mark == codecs.BOM_UTF16_LE else "be"
+    path.write_bytes(mark + text.encode(f"utf-16-{order}"))
+    assert summary(read_profile(path)) == EXPECTED
+    path.write_bytes(mark + b"\x00")
+    with pytest.raises(ProfileError, match="is not UTF-8, UTF-16 with its mark, or GBK"):
+        read_profile(path)
+
+
+@pytest.mark.parametrize("delimiter", [";", "\t"])
+@pytest.mark.parametrize("told", [False, True])
+def test_what_a_spreadsheet_makes_of_it(tmp_path, delimiter, told):
+    """Semicolons or tabs between cells, and a comma in numbers."""
+    path = kernel_details(tmp_path, ROWS)
+    rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(path.read_text()))]
+    start = rows[0].index("Start Time(us)")
+    rows[1:] = [[*row[:start], row[start].replace(".", ","), *row[start + 1:]] for row in rows[1:]]
+    with path.open("w", newline="") as file:
+        if told:
+            file.write(f"sep={delimiter}\n")
+        csv.writer(file, delimiter=delimiter).writerows(rows)
+    assert summary(read_profile(path)) == EXPECTED
+    assert read_launches(path)[0].kernel == "MatMulV2", "in the order of their start"
+
+
+def test_a_pipe(tmp_path):
+    text = kernel_details(tmp_path, ROWS).read_bytes()
+    reader, writer = os.pipe()
+    os.write(writer, text)
+    os.close(writer)
+    assert summary(read_profile(f"/dev/fd/{reader}")) == EXPECTED
+    os.close(reader)
+    with pytest.raises(ProfileError, match="/dev/null is empty"):
+        read_profile("/dev/null")
+    with pytest.raises(ProfileError, match="cannot be read: Is a directory"):
+        read_reports(tmp_path)
 
 
 def test_op_summary_of_msprof(tmp_path):
@@ -127,7 +172,9 @@ def test_a_folder_of_profiles(tmp_path):
     (b"\n\n", "is empty"),
     (b"Kernel,Time\na,1\n", "has no column 'Name' or 'Op Name'; it has Kernel, Time"),
     (b"PK\x03\x04\x00\x00", "is not a text file"),
-    (b"Name\n\xff\xff\xff\n", "neither UTF-8 nor GBK"),
+    (b"Name\n\xff\xff\xff\n", "is not UTF-8, UTF-16 with its mark, or GBK"),
+    (b"Name,Type\n", "has a header and no kernel below it"),
+    (b"Name,Type\n,\n ,x\n", "has a header and no kernel below it"),
 ])
 def test_files_that_are_no_profile(tmp_path, content, message):
     path = tmp_path / "kernel_details.csv"
@@ -172,6 +219,7 @@ def test_reports_in_every_form(tmp_path, wrap):
 
 
 @pytest.mark.parametrize("text, message", [
+    ("", "is empty"), ("[]", "holds no report"), ('{"reports": []}', "holds no report"),
     ("nonsense", "is no JSON"), ("[1]", "is no report"), ('{"sites": [{"status": "x"}]}', "is no report"),
     ('{"a": 1}', "is no report"),
 ])

@@ -101,9 +101,10 @@ def test_dict_lists_every_site_with_every_key():
     assert len(data["sites"]) == 12
     site = fused("a, m.py:1", hidden_kernels=("Slice",), call=call_of(lambda: "code")).to_dict()
     texts = {"status": "fused", "pattern": "norm", "where": "a, m.py:1"}
-    texts |= dict.fromkeys(("reason", "node", "region", "device", "note"), "")
+    texts |= dict.fromkeys(("reason", "node", "region", "device", "note", "chain", "self_check",
+                            "fallback"), "")
     texts["kernel"] = "aln_kernel"
-    lists = {"kernels_removed": ["layer_norm"], "hidden_kernels": ["Slice"]}
+    lists = {"kernels_removed": ["layer_norm"], "hidden_kernels": ["Slice"], "ways": []}
     numbers = {"bytes_before": 40 * MIB, "bytes_after": 20 * MIB, "symbolic": False}
     assert site == {**texts, **lists, **numbers}
 

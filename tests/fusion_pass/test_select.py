@@ -141,7 +141,7 @@ def test_the_best_site_comes_first_and_the_loser_falls_back(monkeypatch):
     lens = lens_of([(0, 1), (1, 2)], 3)
     values = {(0, 1): 5, (1, 2): 9, (0,): 1, (1,): 3}
     monkeypatch.setattr(select_module, "saved_bytes",
-                        lambda s: values[tuple(lens.position[n] for n in s.interior)])
+                        lambda lens, s: values[tuple(lens.position[n] for n in s.interior)])
 
     def never():
         raise Decline("no region", lens.nodes[0])

@@ -237,14 +237,16 @@ class _FakeKernel:
     def __init__(self, source):
         self.rows = source.tile.rows
 
-    def __getitem__(self, grid):
-        def start(*arguments, **options):
-            self.tried.append((self.rows, options) if options else self.rows)
-            if self.rows > self.fits * (1 if options.get("multibuffer", True) else 2):
-                raise RuntimeError("ub overflow, requires 2097152 bits while 1572864 bits available!")
-            return {(*grid, 1, 1): lambda *arguments: self.tried.append(-self.rows)}
+    def warmup(self, *arguments, grid, **options):
+        self.tried.append((self.rows, options) if options else self.rows)
+        if self.rows > self.fits * (1 if options.get("multibuffer", True) else 2):
+            raise RuntimeError("ub overflow, requires 2097152 bits while 1572864 bits available!")
 
-        return start
+    def __getitem__(self, grid):
+        def launched(*arguments):
+            self.tried.append(-self.rows)
+
+        return lambda *arguments, **options: {(*grid, 1, 1): launched}
 
 
 @pytest.fixture
@@ -262,7 +264,7 @@ def fake_npu(monkeypatch):
 
 def test_npu_falls_down_the_ladder(fake_npu):
     r = region("layer_norm", 128, "bf16")
-    run = Runner(r, fake_npu)
+    run = Runner(r, fake_npu, "off")
     inputs = [torch.randn(3, 20_000, 128).bfloat16(), *(torch.randn(128).bfloat16() for _ in range(2))]
     for _ in range(2):
         run(inputs, [1e-5])
@@ -273,17 +275,17 @@ def test_npu_falls_down_the_ladder(fake_npu):
 def test_npu_does_without_double_buffering_at_last(fake_npu, monkeypatch):
     monkeypatch.setattr(_FakeKernel, "fits", 0.5)
     r = region("layer_norm", 128, "bf16")
-    run, inputs = Runner(r, fake_npu), inputs_for(r, (2, 5))
+    run, inputs = Runner(r, fake_npu, "off"), inputs_for(r, (2, 5))
     run(inputs, [1e-5])
     *tiles, last = _FakeKernel.tried
     assert tiles == sorted(tiles, reverse=True) and last == (1, {"multibuffer": False})
     assert not run.reasons
 
 
-def test_each_device_gets_its_own_options_only(fake_npu):
+def test_each_device_gets_its_own_options_only(fake_npu, monkeypatch):
     """num_warps to CUDA; nothing to an NPU whose first tile fits; multibuffer never to CUDA."""
     inputs = inputs_for(region("layer_norm", 128, "bf16"), (2, 5))
-    Runner(region("layer_norm", 128, "bf16"), fake_npu)(inputs, [1e-5])
+    Runner(region("layer_norm", 128, "bf16"), fake_npu, "off")(inputs, [1e-5])
     assert not any(isinstance(tried, tuple) for tried in _FakeKernel.tried)
     asked = []
 
@@ -291,24 +293,27 @@ def test_each_device_gets_its_own_options_only(fake_npu):
         function, packed_metadata, run = None, None, None
 
     plan = object.__new__(launch._Cuda)
-    plan.source, plan.grid, plan.integers, plan.region = None, 1, (), region("layer_norm", 128, "bf16")
+    plan.grid, plan.integers, plan.region = 1, (), region("layer_norm", 128, "bf16")
     plan.source = type("Source", (), {"tile": type("T", (), {"num_warps": 8})})
-    launch._jit = lambda source: {(1,): lambda *arguments, **options: asked.append(options) or Compiled}
+    plan.warm_up = lambda source, stand_ins, scalars, **options: asked.append(options)
+    _, plan.options = plan.compile(inputs, [1e-5])
+    jit = {(1,): lambda *arguments, **options: asked.append(options) or Compiled}
+    monkeypatch.setattr(launch, "_jit", lambda source: jit)
     plan.first(inputs, [1e-5], ())
-    assert asked == [{"num_warps": 8}]
+    assert asked == [{"num_warps": 8}] * 2
 
 
 def test_npu_gives_up_with_a_reason(fake_npu, monkeypatch):
     monkeypatch.setattr(_FakeKernel, "fits", 0)
     r = region("layer_norm", 128, "bf16")
-    run, inputs = Runner(r, fake_npu), inputs_for(r, (2, 5))
+    run, inputs = Runner(r, fake_npu, "off"), inputs_for(r, (2, 5))
     assert_right(r, inputs, [1e-5], run(inputs, [1e-5]))
     assert list(run.reasons) == ["no tile fits the Unified Buffer of Ascend910B3"]
 
 
 def test_npu_has_no_float64(fake_npu):
     r = region("layer_norm", 128, "f64")
-    run, inputs = Runner(r, fake_npu), inputs_for(r, (2, 5))
+    run, inputs = Runner(r, fake_npu, "off"), inputs_for(r, (2, 5))
     assert_right(r, inputs, [1e-5], run(inputs, [1e-5]))
     assert list(run.reasons) == ["Ascend910B3 does not compute in f64"]
 

@@ -333,3 +333,16 @@ def test_normalised_shape_taken_from_the_input(shape, dynamic):
     report = check(Symbolic(), torch.randn(4, 3, 16), fused=fused, declined=1 - fused,
                    dynamic=dynamic)
     assert dynamic == ("symbolic" in report.sites[0].reason)
+
+
+def test_the_fast_path_of_an_encoder_layer_is_named():
+    """In inference nn.TransformerEncoderLayer is one call with both norms in it; without it, two norms."""
+    layer, x = nn.TransformerEncoderLayer(64, 4, 64, batch_first=True), torch.randn(2, 5, 64)
+    report = check(layer, x, fused=0, declined=1, exact=False)
+    assert "nn.TransformerEncoderLayer" in report.sites[0].reason
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        check(layer, x, fused=2)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)

@@ -1,0 +1,275 @@
+"""Small calls of a kernel, on tensors whose rows show what ordinary data hides.
+
+In half precision a variance divided by D-1, or an eps ten times too large, changes ordinary rows by less
+than they are rounded. It shows in rows whose variance is about eps or below, and a variance computed as
+E[x^2] - mean^2 in rows whose mean is a thousand times their deviation. So the rows of every operand that
+has rows of its own are of `row_kinds`, one after the other.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..launch import Offline, launch_facts
+from ..layout import INT32_MAX, MAX_ROWS, Layout
+from ..reference import TORCH_DTYPES
+from ..region import NORMS, NormRegion, Operand, Output
+from ..targets.npu import describe
+from ..values import ancestors
+
+#: Programs of a small launch: few enough that one of them works off several tiles.
+PROGRAMS = 3
+
+#: Distance of neighbouring values around 1024 in bf16, which has the fewest of all dtypes.
+COARSEST_STEP = 8.0
+
+
+@dataclass(frozen=True)
+class RowKind:
+    """Rows that are alike. make(generator, shape): fp32 values of such rows, one lane a row."""
+
+    name: str
+    make: Callable[[torch.Generator, Sequence[int]], torch.Tensor]
+
+
+ORDINARY = RowKind("ordinary", lambda generator, shape: torch.randn(shape, generator=generator) + 1.0)
+
+
+def row_kinds(eps: Sequence[float]) -> tuple[RowKind, ...]:
+    """The kinds of rows for norms with these eps: ordinary ones first."""
+    kinds = [ORDINARY]
+    for value in dict.fromkeys(eps):
+        # Where eps is 0 or absurd, rows of that size would say nothing, or not be finite.
+        deviation = min(max(math.sqrt(abs(value)), 2.0**-40), 1.0) if math.isfinite(value) else 1.0
+        kinds += [_small(f"variance of the size of eps ({value:g})", deviation),
+                  _small(f"variance far below eps ({value:g})", deviation / 16)]
+    return (*kinds,
+            RowKind("mean far above deviation", _spikes),
+            RowKind("equal values", lambda _, shape: torch.full(shape, 3.0)),
+            RowKind("zeros", lambda _, shape: torch.zeros(shape)),
+            _with("one NaN", float("nan")), _with("one infinity", float("inf")))
+
+
+def _small(name: str, deviation: float) -> RowKind:
+    return RowKind(name, lambda generator, shape: torch.randn(shape, generator=generator) * deviation)
+
+
+def _with(name: str, value: float) -> RowKind:
+    """Ordinary rows but for their last element. What is not finite must stay in its row."""
+    def make(generator: torch.Generator, shape: Sequence[int]) -> torch.Tensor:
+        rows = ORDINARY.make(generator, shape)
+        rows[..., -1] = value
+        return rows
+
+    return RowKind(name, make)
+
+
+def _spikes(generator: torch.Generator, shape: Sequence[int]) -> torch.Tensor:
+    """A mean of 1024 to 2040 with 3 to 8 values one step higher, in numbers that every dtype has: at D of
+    128 the mean is 500 times the deviation and more. Different numbers of steps, because sums of such
+    numbers are exact in fp32 now and then, and then nothing shows."""
+    outer = (*shape[:-1], 1)
+    low = 1024 + COARSEST_STEP * torch.randint(0, 128, outer, generator=generator)
+    places = torch.randint(0, shape[-1], (*shape[:-1], 8), generator=generator)
+    count = torch.randint(3, 9, outer, generator=generator)
+    places = torch.where(torch.arange(8) < count, places, places[..., :1])
+    return low.expand(shape).scatter(-1, places, (low + COARSEST_STEP).expand(places.shape))
+
+
+@dataclass(frozen=True)
+class SmallCall:
+    """A call of a kernel on tensors of its own making.
+
+    region: the kernel's region over the kernel's own dims; the same arithmetic.
+    inputs, scalars: for `reference(region, ...)`.  outputs: what the kernel is to write, NaN at first.
+    arguments, grid: of the launch.  programs: those of the grid to run.
+    kinds, axis: rows at index i of this dim are of kind i modulo their number; all where it is None
+    are ordinary.
+    """
+
+    region: NormRegion
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+    scalars: list[float]
+    arguments: list
+    grid: int
+    programs: range
+    kinds: tuple[RowKind, ...]
+    axis: int | None
+
+
+def small_call(offline: Offline, soc: str, sizes: Sequence[int] | None = None,
+               scalars: Sequence[float | None] | None = None) -> SmallCall:
+    """A launch of the kernel on two tiles and a bit along its rows, and two of other dims.
+
+    sizes: of the kernel's dims, where these are not wanted.  scalars: of the model's call, None where
+    they are known at run time only.
+    """
+    region = offline.region
+    numbers = _numbers(region, scalars)
+    kinds, axis = row_kinds(_eps_of(region, numbers)), _axis(offline)
+    walk = small_walk(offline, sizes, len(kinds), axis)
+    if axis is None:
+        kinds = (ORDINARY,)
+    generator = torch.Generator().manual_seed(0)
+    tensors = [_empty(walk, region, i) for i in range(len(walk.strides))]
+    for i in range(len(region.inputs)):
+        _fill(tensors[i], _values(tensors[i].shape, walk, i, generator, kinds, axis))
+    integers, grid = launch_facts(walk, offline.kernel.tile.rows, replace(describe(soc), cores=PROGRAMS))
+    count = len(region.inputs)
+    return SmallCall(over_kernel_dims(region, walk), tensors[:count], tensors[count:], numbers,
+                     [*tensors, *integers, *numbers], grid, range(grid), kinds, axis)
+
+
+def far_call(offline: Offline, scalars: Sequence[float | None] | None = None) -> SmallCall:
+    """The last rows of a launch whose tensors are so large that their rows lie beyond 2^31 elements: the
+    last program's share of two. Pages that nobody touches take no memory.
+
+    Raises:
+        OSError: the system has no addresses for it.
+    """
+    region, walk = offline.region, offline.walk
+    structure, rows = walk.structure, offline.kernel.tile.rows
+    blocked = structure.blocked
+    # The longest distance between rows that the kernel was made for, in units of any operand.
+    step = ((INT32_MAX - region.lane) // MAX_ROWS // 256 - 1) * 256
+    first = -(-(INT32_MAX + 1) // (step * rows))  # tile
+    sizes = [first * rows + max(1, rows // 3) if d == blocked else 1 for d in range(structure.dims)]
+    strides = tuple(tuple(step * moves for moves in x.moving) for x in structure.operands)
+    far = Layout((*sizes, region.lane), tuple(sizes), strides, structure)
+    start, numbers = first * rows, _numbers(region, scalars)
+    generator = torch.Generator().manual_seed(0)
+    arguments, seen = [], []
+    for i, operand in enumerate(structure.operands):
+        whole = _sparse(far, region, i)
+        # What the last program sees: the same tensor from its first row on.
+        tail = whole
+        if operand.moving[blocked]:
+            dim = blocked - structure.dims - 1
+            tail = whole.narrow(whole.dim() + dim, start, sizes[blocked] - start)
+        _fill(tail, torch.randn(tail.shape, generator=generator) + 1.0 if i < len(region.inputs)
+              else torch.tensor(float("nan")))
+        arguments.append(whole)
+        seen.append(tail)
+    tiles, count = far.tiles(rows), len(region.inputs)
+    # Program 0 has the tiles in front, program 1 the rest.
+    integers = (*far.arguments(rows), first)
+    if not first < tiles <= 2 * first:
+        raise ValueError(f"{tiles} tiles where {first + 1} to {2 * first} were wanted")
+    return SmallCall(over_kernel_dims(region, far), seen[:count], seen[count:], numbers,
+                     [*arguments, *integers, *numbers], 2, range(1, 2), (ORDINARY,), None)
+
+
+# -- parts of a call
+
+
+def _numbers(region: NormRegion, scalars: Sequence[float | None] | None) -> list[float]:
+    """A number for each scalar of the region; small ones, as an eps is, where none is known."""
+    given = [None] * len(region.scalars) if scalars is None else scalars
+    return [1e-5 * (i + 1) if x is None else float(x) for i, x in enumerate(given)]
+
+
+def _eps_of(region: NormRegion, numbers: Sequence[float]) -> list[float]:
+    """The eps of the region's norms, without those that a tensor holds."""
+    known = dict(zip(region.scalars, numbers, strict=True))
+    found = [line.args[-1] for line in region.norms]
+    return [value for eps in found
+            if isinstance(value := known.get(eps, eps) if isinstance(eps, str) else eps, (int, float))]
+
+
+def _axis(offline: Offline) -> int | None:
+    """The dim along which a normalised value has rows of its own: the rows of a tile, if it can be."""
+    region, structure = offline.region, offline.walk.structure
+    above = ancestors(region, [line.args[0] for line in region.body if line.op in NORMS])
+    rows = [x.moving for operand, x in zip(region.inputs, structure.operands)
+            if x.lane and operand.name in above]
+    outputs = structure.operands[len(region.inputs):]
+    return next((d for d in (structure.blocked, *range(structure.dims))
+                 if any(moving[d] for moving in rows) and all(x.moving[d] for x in outputs)), None)
+
+
+def small_walk(offline: Offline, sizes: Sequence[int] | None, kinds: int, axis: int | None) -> Layout:
+    """How the kernel walks a small call: at least `kinds` rows along `axis`."""
+    walk, rows = offline.walk, offline.kernel.tile.rows
+    structure, count = walk.structure, len(offline.region.inputs)
+    if sizes is None:
+        sizes = [rows * 2 + max(1, rows // 3) if d == structure.blocked else 2
+                 for d in range(structure.dims)]
+        if axis is not None:
+            sizes[axis] = max(sizes[axis], kinds)
+        # Several elements of an output cannot lie at one address.
+        sizes = [n if all(x.moving[d] for x in structure.operands[count:]) else 1
+                 for d, n in enumerate(sizes)]
+    strides = []
+    for i, (steps, operand) in enumerate(zip(walk.strides, structure.operands)):
+        # Dims keep their order in memory. Rows of inputs lie three apart, as q does in a packed qkv.
+        lane = offline.region.lane if operand.lane else 1
+        step = lane * (3 if i < count else 1)
+        found = [0] * structure.dims
+        for d in sorted(range(structure.dims), key=lambda d: steps[d]):
+            if operand.moving[d]:
+                found[d] = step
+                step *= sizes[d]
+        strides.append(tuple(found))
+    return Layout((*sizes, offline.region.lane), tuple(sizes), tuple(strides), structure)
+
+
+def _view(walk: Layout, region: NormRegion, i: int) -> tuple[list[int], tuple[int, ...], torch.dtype]:
+    """(shape, strides, dtype) of an operand. A weight is a vector, as a norm wants it, and not a
+    [1, ..., D]."""
+    operand, steps = walk.structure.operands[i], walk.strides[i]
+    shape = [n if moves else 1 for n, moves in zip(walk.sizes, operand.moving)] if any(operand.moving) else []
+    shape.append(region.lane if operand.lane else 1)
+    return shape, (*steps, 1)[-len(shape):], TORCH_DTYPES[(*region.inputs, *region.outputs)[i].dtype]
+
+
+def _empty(walk: Layout, region: NormRegion, i: int) -> torch.Tensor:
+    """An operand in a memory of its own that is NaN, gaps included, and ends where its last element ends."""
+    shape, steps, dtype = _view(walk, region, i)
+    return torch.full((_length(shape, steps),), float("nan"), dtype=dtype).as_strided(shape, steps)
+
+
+def _sparse(walk: Layout, region: NormRegion, i: int) -> torch.Tensor:
+    """The same in memory that takes room only where something is written."""
+    shape, steps, dtype = _view(walk, region, i)
+    length = _length(shape, steps)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    memory = mmap.mmap(-1, length * dtype.itemsize, flags=flags)
+    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, steps)
+
+
+def _length(shape: Sequence[int], steps: Sequence[int]) -> int:
+    return 1 + sum((n - 1) * s for n, s in zip(shape, steps))
+
+
+def _fill(view: torch.Tensor, values: torch.Tensor) -> None:
+    view.copy_(values.to(view.dtype))
+
+
+def _values(shape: Sequence[int], walk: Layout, i: int, generator: torch.Generator,
+            kinds: Sequence[RowKind], axis: int | None) -> torch.Tensor:
+    """Values for an input: rows of all kinds where it has a row for every index along `axis`."""
+    operand = walk.structure.operands[i]
+    values = ORDINARY.make(generator, shape)
+    if axis is None or not (operand.lane and operand.moving[axis]):
+        return values
+    for k, kind in enumerate(kinds[1:], 1):
+        rows = values[(slice(None),) * axis + (slice(k, None, len(kinds)),)]
+        rows.copy_(kind.make(generator, rows.shape))
+    return values
+
+
+def over_kernel_dims(region: NormRegion, walk: Layout) -> NormRegion:
+    """The region over the dims that its kernel walks: rows are alike, so the arithmetic is the same."""
+    rank = len(walk.sizes) + 1
+    inputs = tuple(
+        Operand(x.name, x.dtype, (*(("*" if m else 1 for m in operand.moving) if any(operand.moving) else ()),
+                                  region.lane if operand.lane else 1))
+        for x, operand in zip(region.inputs, walk.structure.operands))
+    outputs = tuple(Output(out.value, out.dtype, tuple(range(rank))) for out in region.outputs)
+    return NormRegion(region.lane, rank, inputs, region.scalars, region.body, outputs)

@@ -1,0 +1,28 @@
+"""Keeps Dynamo out of the launcher."""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+
+
+@lru_cache(maxsize=1)
+def skip_frames() -> None:
+    """Has Dynamo skip the frames of launching and of the reference, where it meets them as frames of
+    their own (after a graph break before a Runner)."""
+    from torch._dynamo.eval_frame import skip_code
+
+    found = []
+    for name in ("launch", "guard", "self_check", "reproduction", "record", "compiling", "triton_cache",
+                 "directories", "reference"):
+        module = sys.modules[f"{__package__}.{name}"]
+        owners = [vars(module), *(vars(x) for x in vars(module).values() if isinstance(x, type))]
+        for owner in owners:
+            codes = [getattr(f, "__code__", None) for f in owner.values()
+                     if getattr(f, "__module__", None) == module.__name__]
+            # A decorator may lend its name to code that others use too.
+            found += [code for code in codes if code is not None and code.co_filename == module.__file__]
+    while found:
+        code = found.pop()
+        skip_code(code)
+        found += [c for c in code.co_consts if hasattr(c, "co_code")]

@@ -1,0 +1,238 @@
+"""The self-check: a kernel's results against the region's reference, on the tensors of a live call.
+
+The bound is the project's own: the error against float64 is at most twice that of the reference, run in
+the model's own dtypes, plus one unit in the last place of the output's dtype; NaN and infinities stand
+where the reference has them. Of a large call a sample of whole rows is compared, so that the memory and
+the time of a check do not grow with the tensors.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from math import prod
+
+import torch
+
+from .reference import program
+from .region import NormRegion
+
+#: Bytes that the values of the sampled rows take together in float64; two rows are compared in any case.
+BUDGET = 4 * 2**20
+
+#: The most rows that one check compares.
+MAX_ROWS = 512
+
+#: The fewest copies of the rows on which the reference's own error is measured again (`_own_error`).
+MIN_COPIES = 4
+
+FEW_PERCENT = 2.0**-6
+
+#: Float64 results have no better reference; their error in units of the largest value.
+F64_ERROR = 1e-13
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a comparison found: the element that is worst against its bound.
+
+    Attributes:
+        output: index of the output that it is in.
+        error: its distance from float64 (inf for NaN or infinity where the reference has none).
+        allowed: what the bound allows there.
+        reference_error: the largest distance of the reference's own results from float64 in that output.
+        rows, of: rows compared, and rows of the call.
+    """
+
+    output: int
+    error: float
+    allowed: float
+    reference_error: float
+    rows: int
+    of: int
+
+    @property
+    def within(self) -> bool:
+        """Whether the kernel is right, as far as this comparison saw."""
+        return self.error <= self.allowed
+
+    @property
+    def ratio(self) -> float:
+        """error / allowed."""
+        return self.error / self.allowed
+
+    def __str__(self) -> str:
+        if math.isinf(self.error):
+            return "NaN or infinity where PyTorch has none, or none where it has"
+        return (f"error {self.error:.2g} against float64 where {self.allowed:.2g} is allowed "
+                f"(PyTorch's own: {self.reference_error:.2g})")
+
+
+def compare(region: NormRegion, inputs: Sequence[torch.Tensor], scalars: Sequence[float],
+            outputs: Sequence[torch.Tensor], tile_rows: int = 1) -> Finding:
+    """Compare `outputs`, which a kernel made of `inputs` and `scalars`, with the reference.
+
+    Waits for the device. Draws nothing from torch's or Python's global random state.
+
+    Args:
+        inputs, outputs: tensors of one call, on one device, with at least one element each.
+        tile_rows: rows of the kernel's tiles; rows at their edges are part of a sample.
+
+    Raises:
+        torch.OutOfMemoryError, or what the device raises for a kernel that broke it.
+    """
+    space = tuple(outputs[0].shape)
+    rows = sample_rows(space[:-1], row_limit(region), tile_rows)
+    by_row, spread = _by_row(region)
+    with torch.no_grad():
+        index = _index(space[:-1], rows, outputs[0].device)
+        taken = [x.expand(*space[:-1], x.shape[-1])[index] if s else x.reshape(x.shape[-1:])
+                 for x, s in zip(inputs, spread)]
+        low = program(by_row)(*taken, *scalars)
+        # On the CPU: not every accelerator computes in float64.
+        taken, ours, low = ([x.cpu() for x in xs] for xs in (taken, [x[index] for x in outputs], low))
+        exact = _exact(by_row, taken, scalars)
+        found = [_worst(*three) for three in zip(ours, low, exact)]
+        if any(error > allowed for error, allowed, _ in found):
+            own = _own_error(by_row, taken, spread, scalars)
+            found = [_worst(*four) for four in zip(ours, low, exact, own)]
+    worst = max(range(len(found)), key=lambda i: found[i][0] / found[i][1])
+    return Finding(worst, *found[worst], len(rows), prod(space[:-1]))
+
+
+def _exact(by_row: NormRegion, inputs: Sequence[torch.Tensor], scalars) -> tuple[torch.Tensor, ...]:
+    return program(_wide(by_row))(*[x.double() for x in inputs], *scalars)
+
+
+def _worst(ours: torch.Tensor, low: torch.Tensor, exact: torch.Tensor,
+           own: float = 0.0) -> tuple[float, float, float]:
+    """(error, allowed error, the reference's error) at the worst element of one output.
+
+    own: what is known of the reference's error from elsewhere.
+    """
+    info = torch.finfo(low.dtype)
+    number = ~low.isnan()
+    strange = not torch.equal(~ours.isnan(), number)
+    if info.bits == 64:  # the reference overflows where float64 does: infinities are compared, not measured
+        number &= low.isfinite()
+        strange = strange or not torch.equal(ours.isfinite(), low.isfinite())
+    number &= ~exact.isnan()
+    ours, low, exact = (x[number].double() for x in (ours, low, exact))
+    if info.bits < 64:
+        # An infinity counts as the first number that the dtype does not reach: one that rounding alone
+        # decides is then within the bound, any other far outside.
+        top = 2.0 ** math.frexp(info.max)[1]
+        ours, low, exact = (x.clamp(-top, top) for x in (ours, low, exact))
+    if strange or not low.numel():
+        return math.inf if strange else 0.0, 1.0, own
+    own = max(own, (low - exact).abs().max().item())
+    allowed = 2 * own + _ulp(exact, info)
+    if info.bits == 64:
+        allowed = allowed + F64_ERROR * exact.abs().max()
+    errors = (ours - exact).abs()
+    at = int((errors / allowed).argmax())
+    return errors[at].item(), allowed[at].item(), own
+
+
+def _ulp(x: torch.Tensor, info: torch.finfo) -> torch.Tensor:
+    """One unit in the last place of a dtype at each |x|."""
+    return torch.exp2(x.abs().clamp(min=info.smallest_normal).log2().floor()) * info.eps
+
+
+def _own_error(by_row: NormRegion, inputs: Sequence[torch.Tensor], spread: Sequence[bool],
+               scalars) -> list[float]:
+    """The reference's error, output by output, on copies of the rows that differ a little: half of them in
+    the last bits, half by a few percent.
+
+    On few elements the reference may be right by luck, and twice its error then says nothing: of right
+    fp32 kernels, 1 in 300 is outside the bound on tensors of one or two short rows. float64's error is what
+    moving the inputs in the last bits does, as there is nothing more exact to compare it with.
+    """
+    rows = max(x.shape[0] if s else 1 for x, s in zip(inputs, spread))
+    copies = max(MIN_COPIES, min(MAX_ROWS, row_limit(by_row)) // rows)
+    draw = torch.Generator().manual_seed(0)  # of its own: nobody's random numbers change
+
+    def moved(x: torch.Tensor) -> torch.Tensor:
+        many = x.expand(copies, *x.shape).double()
+        by = torch.randint(-2, 3, many.shape, generator=draw).double() * torch.finfo(x.dtype).eps
+        if by_row.compute != "f64":
+            by[::2] *= FEW_PERCENT / torch.finfo(x.dtype).eps
+        return (many * (1 + by)).to(x.dtype).flatten(0, 1)
+
+    near = [moved(x) if s else x for x, s in zip(inputs, spread)]
+    low = program(by_row)(*near, *scalars)
+    if by_row.compute == "f64":
+        exact = [x.repeat(copies, 1) for x in program(by_row)(*inputs, *scalars)]
+    else:
+        exact = _exact(by_row, near, scalars)
+    errors = [(a.double() - b).abs() for a, b in zip(low, exact)]
+    return [e[e.isfinite()].max().item() if e.isfinite().any() else 0.0 for e in errors]
+
+
+# -- the sample --------------------------------------------------------------------------------------
+
+
+def row_limit(region: NormRegion) -> int:
+    """How many rows one check of `region` compares at most."""
+    values = len(region.inputs) + len(region.body) + 2 * len(region.outputs)
+    return max(2, min(MAX_ROWS, BUDGET // (8 * values * max(region.lane, 1))))
+
+
+def sample_rows(outer: Sequence[int], limit: int, tile_rows: int = 1) -> list[tuple[int, ...]]:
+    """Coordinates of at most `limit` rows of a space with outer dims `outer`: the first and the last, those
+    at the edges of tiles and dims, and as many others as fit, always the same ones."""
+    total = prod(outer)
+    if total <= limit:
+        return list(product(*map(range, outer)))
+    last = [n - 1 for n in outer]
+    wanted = [tuple(0 for _ in outer), tuple(last)]
+    edges = (tile_rows - 1, tile_rows, 2 * tile_rows)
+    for dim, size in enumerate(outer):
+        for at in {*edges, (size - 1) // tile_rows * tile_rows, size - 1} & set(range(size)):
+            wanted += [(*first[:dim], at, *first[dim + 1:]) for first in (wanted[0], wanted[1])]
+    wanted += [_unravel(at, outer) for at in edges if at < total]
+    chosen = dict.fromkeys(wanted[:limit])
+    draw = random.Random(total)  # of its own: nobody's random numbers change
+    while len(chosen) < limit:
+        chosen[_unravel(draw.randrange(total), outer)] = None
+    return sorted(chosen)
+
+
+def _unravel(at: int, outer: Sequence[int]) -> tuple[int, ...]:
+    found = []
+    for size in reversed(outer):
+        at, rest = divmod(at, size)
+        found.append(rest)
+    return tuple(reversed(found))
+
+
+def _index(outer: Sequence[int], rows: Sequence[tuple[int, ...]], device) -> tuple[torch.Tensor, ...]:
+    """An index that takes `rows` of a tensor over the space; of one without outer dims, the whole."""
+    if not outer:
+        return (None,)
+    return tuple(torch.tensor(rows, dtype=torch.int64).to(device).unbind(1))
+
+
+# -- the region of a sample --------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1024)
+def _by_row(region: NormRegion) -> tuple[NormRegion, tuple[bool, ...]]:
+    """(the same arithmetic over a list of rows, per input whether it has rows: the others are left as
+    they are)."""
+    spread = tuple(any(dim == "*" for dim in x.dims[:-1]) for x in region.inputs)
+    inputs = tuple(replace(x, dims=("*", *x.dims[-1:]) if s else x.dims[-1:])
+                   for x, s in zip(region.inputs, spread))
+    outputs = tuple(replace(out, order=(0, 1)) for out in region.outputs)
+    return replace(region, rank=2, inputs=inputs, outputs=outputs), spread
+
+
+@lru_cache(maxsize=1024)
+def _wide(region: NormRegion) -> NormRegion:
+    """`region` in float64 throughout."""
+    return replace(region, **{name: tuple(replace(x, dtype="f64") for x in getattr(region, name))
+                              for name in ("inputs", "body", "outputs")})

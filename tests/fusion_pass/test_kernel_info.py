@@ -1,0 +1,170 @@
+"""kernel_info: what is listed, counted and said to be unknown."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from ascend_ln_fuse import FusionChain, LayerNormLinear, LayerNormLinearFusion, auto_fusion, kernel_info
+from ascend_ln_fuse.kernels.ascend import evidence, tools
+
+
+class Block(nn.Module):
+    def __init__(self, size=32):
+        super().__init__()
+        self.norm = nn.LayerNorm(size)
+        self.fc1, self.fc2 = nn.Linear(size, 2 * size), nn.Linear(2 * size, size)
+
+    def forward(self, x):
+        return x + self.fc2(nn.functional.gelu(self.fc1(self.norm(x))))
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    def missing(*args):
+        raise tools.MissingTool("bishengir-compile not found")
+
+    monkeypatch.setattr(evidence, "check_calls", missing)
+
+
+def module(**kwargs) -> LayerNormLinear:
+    return LayerNormLinear(64, 128, activation="gelu", dtype=torch.bfloat16, **kwargs)
+
+
+def test_a_chain_module(no_compiler):
+    with torch.no_grad():
+        info = kernel_info(module(), torch.randn(4, 8, 64, dtype=torch.bfloat16))
+    norm, product, gelu = info.kernels
+    assert (info.count, info.generated) == (3, 2)
+    assert [k.kind for k in info.kernels] == ["generated", "library", "generated"]
+    assert "layer_norm(x0, x1, x2, eps0)" in norm.region and norm.name.startswith("aln_layer_norm_")
+    assert norm.target == "Ascend910B3" and "rows x 64 columns" in norm.block
+    # 32 rows of bf16; the norm reads its two vectors, the product its weight and bias.
+    assert (norm.bytes_in, norm.bytes_out) == (32 * 64 * 2 + 2 * 64 * 2, 32 * 64 * 2)
+    assert (product.bytes_in, product.bytes_out) == (32 * 64 * 2 + 128 * 64 * 2 + 128 * 2, 32 * 128 * 2)
+    assert (gelu.bytes_in, gelu.bytes_out) == (32 * 128 * 2, 32 * 128 * 2)
+    assert product.name == product.block == "" and product.on_chip_bytes is None
+
+
+def test_folding_shows(no_compiler):
+    x = torch.randn(8, 64, dtype=torch.bfloat16)
+    with torch.no_grad():
+        folded, plain = kernel_info(module(mode="inference"), x), kernel_info(module(), x)
+    assert folded.note == "folded" and "not folded: AUTO folds only where" in plain.note
+    assert "layer_norm(x0, none, none, eps0)" in folded.kernels[0].region
+    assert folded.kernels[0].bytes_in == plain.kernels[0].bytes_in - 2 * 64 * 2
+
+
+def test_memory_is_unknown_without_a_compiler(no_compiler):
+    info = kernel_info(module())
+    assert info.kernels[0].on_chip_bytes is None and info.kernels[0].on_chip_share is None
+    assert "bishengir-compile not found" in info.kernels[0].note
+    assert "unknown" in str(info) and "%" not in str(info)
+
+
+def test_memory_is_what_the_official_compiler_says():
+    try:
+        tools.require_triton_ascend()
+        tools.find_tool("bishengir-compile")
+    except tools.MissingTool as why:
+        pytest.skip(str(why))
+    info = kernel_info(module(), torch.randn(512, 64, dtype=torch.bfloat16), soc="A2")
+    norm = info.kernels[0]
+    found, = evidence.check_calls([_call(norm, 512)], "Ascend910B3")
+    assert norm.on_chip_bytes == found.ub_bytes > 0 and norm.on_chip_limit == 192 * 1024
+    assert 0 < norm.on_chip_share <= 1 and f"{norm.on_chip_share:.0%}" in str(info)
+
+
+def _call(entry, rows):
+    from ascend_ln_fuse.kernels.call import Call
+    from ascend_ln_fuse.kernels.region import parse
+
+    region = parse(entry.region)
+    return Call(region, ((rows, 64), (64,), (64,)), ((64, 1), (1,), (1,)), torch.device("cpu"), "Ascend910B3")
+
+
+def test_a_model(no_compiler):
+    model = nn.Sequential(Block(), Block(), nn.LayerNorm(32))
+    with torch.no_grad():
+        info = kernel_info(model, torch.randn(2, 5, 32))
+    kinds = [(k.kind, k.launches) for k in info.kernels]
+    # Both blocks: norm, product, gelu, product, and the residual with the norm behind it.
+    assert kinds.count(("library", 2)) == 2
+    assert info.count - info.generated == 4
+    assert sum(k.launches for k in info.kernels if "layer_norm" in k.region) == 3
+    assert "other operations are not listed" in info.note
+    assert not hasattr(model, "_orig_mod") and model._compiled_call_impl is None
+
+
+@pytest.mark.parametrize("compiled", [
+    lambda m: torch.compile(m, backend="eager"), lambda m: auto_fusion(m, report="off")])
+def test_a_model_that_is_compiled_already(no_compiler, compiled):
+    x = torch.randn(2, 5, 32)
+    with torch.no_grad():
+        wanted = kernel_info(Block(), x)
+        model = compiled(Block())
+        model(x)
+        assert kernel_info(model, x) == wanted
+
+
+def test_a_function_and_keyword_arguments(no_compiler):
+    def f(x, weight):
+        return torch.nn.functional.layer_norm(x, (16,), weight)
+
+    info = kernel_info(f, {"x": torch.randn(3, 16), "weight": torch.randn(16)})
+    assert info.count == info.generated == 1
+    op = LayerNormLinearFusion()
+    args = torch.randn(3, 16), torch.ones(16), torch.zeros(16), torch.randn(8, 16)
+    assert [k.kind for k in kernel_info(op, args).kernels] == ["generated", "library"]
+
+
+def test_layers_one_by_one_have_no_kernel_of_ours(no_compiler):
+    made = module()
+    made.linear.register_forward_hook(lambda *args: None)
+    info = kernel_info(made)
+    assert info.count == 0 and "linear has hooks" in info.note
+
+
+def test_the_one_kernel_way(no_compiler, monkeypatch):
+    from ascend_ln_fuse import chain_run
+    from ascend_ln_fuse.kernels.chain_choice import ONE_KERNEL, Choice
+    from ascend_ln_fuse.kernels.chain_ways import ChainRunner
+    from ascend_ln_fuse.kernels.fused_linear import GemmTile
+
+    chain_run.callable_of.cache_clear()
+    monkeypatch.setenv("ASCEND_LN_FUSE_INTERPRET", "1")
+    tile = GemmTile(16, 64, 64)
+    monkeypatch.setattr(chain_run, "runner_with", lambda chain, *args: ChainRunner(
+        chain, decide=lambda question: Choice(ONE_KERNEL, tile)))
+    with torch.no_grad():
+        info = kernel_info(module(), torch.randn(8, 64, dtype=torch.bfloat16))
+    chain_run.callable_of.cache_clear()
+    entry, = info.kernels
+    assert (info.count, info.generated) == (1, 1) and entry.block == str(tile)
+    for word in ("layer_norm", "linear(", "gelu"):
+        assert word in entry.region
+    assert entry.bytes_out == 8 * 128 * 2
+    assert entry.bytes_in == 8 * 64 * 2 + 2 * 64 * 2 + 128 * 64 * 2 + 128 * 2
+
+
+def test_table_and_json(no_compiler):
+    info = kernel_info(FusionChain().add_layer_norm(64).add_matmul(64).add_activation("mish").build())
+    text = str(info)
+    assert max(map(len, text.split("\n"))) <= 80
+    assert text.startswith("3 kernels a call: 2 generated, 1 of the library")
+    for word in ("launches", "block", "on chip", "in / out", "mish(x0)", "Ascend910B3", "torch's product"):
+        assert word in text
+    data = json.loads(info.to_json())
+    assert data["count"] == 3 and data["generated"] == 2
+    assert set(data["kernels"][0]) == {
+        "name", "kind", "region", "target", "block", "on_chip_bytes", "on_chip_limit", "on_chip_share",
+        "bytes_in", "bytes_out", "launches", "note"}
+
+
+@pytest.mark.parametrize("args, kwargs, error, words", [
+    ((3,), {}, TypeError, "op_or_model"), ((nn.LayerNorm(8),), {}, TypeError, "example_inputs"),
+    ((module(),), {"soc": "Ascend310"}, ValueError, "unknown SoC")])
+def test_bad_arguments(args, kwargs, error, words):
+    with pytest.raises(error, match=words):
+        kernel_info(*args, **kwargs)

@@ -1,0 +1,337 @@
+"""Runs a fuzzed program in eager and compiled, and compares all that a caller can see."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+from checks import NoRounding, assert_within_bound, tensors
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ascend_ln_fuse import clear_reports, last_reports
+from ascend_ln_fuse.backend import fuse_graph
+from ascend_ln_fuse.kernels.ops import runner
+from ascend_ln_fuse.options import Options
+
+from .program import BATCH, CONTEXTS, SECOND_BATCH, Program
+
+#: Draws of arguments over which errors are compared, as if all were one tensor, where those of one draw
+#: are out of bound: on a tensor of a few numbers eager is now and then right by luck.
+DRAWS = 16
+#: and calls on arguments a rounding step off, of each of them (see `_Session._trio`)
+NOISE = 4
+
+OFF = Options(report="off")
+
+
+class Mismatch(AssertionError):
+    """The compiled program differs from eager."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a caller sees of one call.
+
+    Attributes:
+        values: the outputs, the arguments' memory after the call and, in training, the gradients.
+        gradients: how many of the values are gradients.
+        aliases: how outputs share memory, with each other and with arguments, and which require grad.
+        error: what was raised instead.
+    """
+
+    values: tuple[torch.Tensor | None, ...] = ()
+    aliases: tuple = ()
+    gradients: int = 0
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The sites of all graphs of a program, how many of them took something along, how many of its calls
+    raised as in eager, and whether Dynamo alone (backend="eager") differs from eager, and this backend only
+    as Dynamo does."""
+
+    fused: int
+    declined: int
+    grown: int = 0
+    errors: int = 0
+    foreign: bool = False
+
+
+def check(program: Program) -> Outcome:
+    """Compare `program` compiled with eager.
+
+    Raises:
+        Mismatch: they differ in values (by the design's bound), shapes, dtypes, strides, shared memory,
+            what is written into arguments, gradients, the error raised, or the number of graphs.
+    """
+    clear_reports()
+    with _environment(program):
+        session, foreign = _Session(program), False
+        try:
+            errors = session.compare()
+        except Mismatch:
+            if program.route == "aten":
+                raise
+            dynamo = _Session(program, "aot_eager" if program.route == "aot_eager" else "eager")
+            try:
+                errors, foreign = session.compare(dynamo), True
+            except Mismatch:
+                foreign = False
+            if not foreign:
+                raise
+        sites = session.sites or [site for report in last_reports() for site in report.sites]
+        fused = sum(site.status == "fused" for site in sites)
+        grown = sum(site.status == "fused" and " -> " in site.pattern for site in sites)
+        return Outcome(fused, len(sites) - fused, grown, errors, foreign)
+
+
+@contextmanager
+def _environment(program: Program) -> Iterator[None]:
+    """Where kernels run: in Triton's interpreter for the route "kernel", else as plain torch."""
+    interpreted = program.route == "kernel"
+    with mock.patch.dict(os.environ, {"ASCEND_LN_FUSE_INTERPRET": str(int(interpreted)),
+                                      "ASCEND_LN_FUSE_STRICT": "1"}):
+        if not interpreted:
+            yield
+            return
+        runner.cache_clear()  # plans remember where they run
+        try:
+            yield
+        finally:
+            runner.cache_clear()
+
+
+class _Exact(NoRounding):
+    """NoRounding that copies where eager's cast made a copy, so that writes reach no further.
+
+    `copied`: whether it did, for each cast in turn; filled by a run with `record`, in eager's dtypes."""
+
+    def __init__(self, copied: list[bool], record: bool = False):
+        super().__init__()
+        self.copied, self.record, self._turn = copied, record, 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if self.record:
+            result = func(*args, **(kwargs or {}))
+        else:
+            result = super().__torch_function__(func, types, args, kwargs)
+        if getattr(func, "__name__", "") in self._CASTS and isinstance(args[0], torch.Tensor):
+            shared = result.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr()
+            if self.record:
+                self.copied.append(not shared)
+            elif self._turn < len(self.copied):
+                self._turn += 1
+                if self.copied[self._turn - 1] and shared:
+                    return result.clone()
+        return result
+
+
+class _Session:
+    """A program and its compiled form. `backend`: of torch.compile, ours or Dynamo's own."""
+
+    def __init__(self, program: Program, backend: str = "ascend_ln_fuse"):
+        self.program, self.scope = program, program.load()
+        self.sites: list = []
+        self._copied: list[bool] = []
+        # The self-check judges by one call of a few numbers; `_compare` looks at more where it must.
+        options = {"options": {"report": "off", "inner": program.inner, "self_check": "off"}} \
+            if backend == "ascend_ln_fuse" else {}
+        self._given = {"backend": backend, "dynamic": program.dynamic, **options}
+        self._callable: Callable | None = None
+        self._compiled: Callable | None = None
+
+    def compare(self, reference: _Session | None = None) -> int:
+        """Compare the calls with eager, or with another compiled form; how many of them raised."""
+        batches = (BATCH, SECOND_BATCH) if self.program.dynamic else (BATCH,)
+        graphs, raised = [], 0
+        for batch in batches:
+            raised += self._compare(batch, reference)
+            graphs.append(len(last_reports()))
+        if reference is None and self.program.route != "aten" and graphs[-1] > graphs[0] and not raised:
+            self._compare_graphs(graphs[-1])
+        return raised
+
+    def _compare_graphs(self, count: int) -> None:
+        counter = CompileCounterWithBackend("eager")
+        other = _Session(self.program)
+        other._given = {"backend": counter, "dynamic": True}
+        for batch in (BATCH, SECOND_BATCH):
+            other.run(0, batch, compiled=True)
+        if count > counter.frame_count:
+            raise Mismatch(f"{count} graphs are compiled, {counter.frame_count} with backend='eager'")
+
+    def _compare(self, batch: int, reference: _Session | None) -> bool:
+        def run(seed):
+            return (reference or self).run(seed, batch, compiled=reference is not None), \
+                self.run(seed, batch, compiled=True)
+
+        eager, ours = run(0)
+        if eager.error is not None:
+            if type(ours.error) is not type(eager.error):
+                raise Mismatch(f"raises {ours.error!r}, eager {eager.error!r}") from ours.error
+            return True
+        if ours.error is not None:
+            raise Mismatch(f"raises {ours.error!r}") from ours.error
+        if eager.aliases != ours.aliases:
+            raise Mismatch(f"memory is shared or gradients required otherwise: {ours.aliases}, "
+                           f"in eager {eager.aliases}")
+        for i, (a, b) in enumerate(zip(eager.values, ours.values, strict=True)):
+            # Autograd promises no strides of gradients.
+            strides = i < len(eager.values) - eager.gradients
+            if _layout(a, strides) != _layout(b, strides):
+                raise Mismatch(f"yields {_layout(b)}, eager {_layout(a)}")
+        if all(a is None or _identical(a, b) for a, b in zip(eager.values, ours.values)):
+            return False
+        try:
+            _assert_within_bound([self._trio(0, batch, eager, ours)])
+        except AssertionError:
+            trios = [self._trio(seed, batch, *(run(seed) if seed else (eager, ours)), noise=NOISE)
+                     for seed in range(DRAWS)]
+            try:
+                _assert_within_bound(trios)
+            except AssertionError as error:
+                raise Mismatch(str(error)) from None
+        return False
+
+    def _trio(self, seed: int, batch: int, eager: Run, ours: Run, noise: int = 0) -> tuple[Run, Run, Run]:
+        """(eager, ours, exact): with the same call in float64, or eager's own values where that does not run.
+
+        `noise`: so many such calls on arguments that are a rounding step off. Where one is further
+        from the exact value than eager is, it stands in eager's place: eager was right by luck."""
+        if not self._copied:
+            self.run(seed, batch, mode=_Exact(self._copied, record=True))
+        exact = self.run(seed, batch, wide=True)
+        wide = exact.error is None and len(exact.values) == len(eager.values)
+        exact = exact if wide else eager
+        near, high = list(eager.values), list(exact.values)
+        for i, (low, value) in enumerate(zip(near, high)):
+            if value is None or value.shape != low.shape or not torch.equal(value.isfinite(), low.isfinite()):
+                high[i] = low
+        for k in range(noise):
+            moved = self.run(seed, batch, wide=wide, noise=k + 1).values
+            near = [_farther(*values) for values in zip(near, moved, high, strict=True)]
+        return Run(tuple(near)), ours, Run(tuple(high))
+
+    def run(self, seed: int, batch: int, compiled: bool = False, wide: bool = False, noise: int = 0,
+            mode: _Exact | None = None) -> Run:
+        """One call on fresh arguments, whose values are those of the seed in their dtypes; in float64 where
+        `wide`, and a rounding step off where there is `noise` (its seed)."""
+        program, scope = self.program, self.scope
+        with torch.random.fork_rng(devices=[]), ExitStack() as modes:
+            torch.manual_seed(seed)
+            leaves = scope["bases"](batch)
+            if wide or noise:
+                torch.manual_seed(noise)
+                wider = [b.double() * (1 + bool(noise) * max(program.step, torch.finfo(b.dtype).eps)
+                                       * torch.randn(b.shape, dtype=torch.float64).sign()) for b in leaves]
+                leaves = wider if wide else [w.to(b.dtype) for w, b in zip(wider, leaves)]
+            torch.manual_seed(seed)
+            memory = leaves
+            if program.grad == "training":
+                leaves = [b.requires_grad_() for b in leaves]
+                memory = [b * 1 for b in leaves]  # a leaf cannot be written in place
+            modes.enter_context(torch.set_grad_enabled(program.grad != "no_grad"))
+            if program.autocast:
+                modes.enter_context(eval(CONTEXTS["autocast"], scope))
+            if wide or mode is not None:
+                modes.enter_context(mode or _Exact(self._copied))
+            try:
+                arguments = scope["arguments"](*memory)
+                made = scope["make"](*memory)
+                if compiled:
+                    made, call = self._compile(made, arguments)
+                outputs = (call if compiled else made)(*arguments)
+                return _seen(program, outputs, made, leaves, memory)
+            except Exception as error:
+                return Run(error=error)
+
+    def _compile(self, made: Callable, arguments: Sequence) -> tuple[Callable, Callable]:
+        """What was compiled (once), with the weights of `made`, and its compiled form."""
+        if self._compiled is None or not self._serves(arguments):
+            self._callable = made
+            self._compiled = self._aten(made, arguments) if self.program.route == "aten" else \
+                torch.compile(made, **self._given)
+        elif isinstance(made, torch.nn.Module):
+            for old, new in zip(self._callable.parameters(), made.parameters()):
+                old.data = new.data
+        return self._callable, self._compiled
+
+    def _serves(self, arguments: Sequence) -> bool:
+        """Whether what was traced holds at these sizes; Dynamo's guards see to that themselves."""
+        if self.program.route != "aten" or not self.program.dynamic:
+            return True
+        return self._shapes.evaluate_guards_for_args(self._fakes, list(arguments), ignore_static=False)
+
+    def _aten(self, made: Callable, arguments: Sequence) -> Callable:
+        """The graph of make_fx, through the pass."""
+        mode = "symbolic" if self.program.dynamic else "fake"
+        traced = make_fx(lambda *args: made(*args), tracing_mode=mode)(*arguments)
+        self._fakes = [node.meta["val"] for node in traced.graph.nodes if node.op == "placeholder"]
+        self._shapes = self._fakes[0].fake_mode.shape_env
+        graph, sites = fuse_graph(traced.graph, OFF)
+        self.sites += sites
+        return traced if graph is None else GraphModule(traced, graph)
+
+
+def _seen(program: Program, outputs, made, leaves, memory) -> Run:
+    values = tensors(outputs)
+    places = [x.untyped_storage().data_ptr() or None for x in (*values, *memory)]
+    aliases = []
+    for value, place in zip(values, places):
+        first = places.index(place)
+        shared = place is not None and places.count(place) > 1
+        offset = value.storage_offset() - (*values, *memory)[first].storage_offset()
+        aliases.append((first, offset) if shared else None)
+    gradients: tuple[torch.Tensor | None, ...] = ()
+    if program.grad == "training":
+        made_of = [*leaves, *made.parameters()] if isinstance(made, torch.nn.Module) else leaves
+        used = [v for v in values if v.requires_grad]
+        if used:
+            total = sum((v.double().sin() * (i + 1)).sum() for i, v in enumerate(used))
+            gradients = torch.autograd.grad(total, made_of, allow_unused=True)
+    return Run((*(v.detach() for v in (*values, *memory)), *gradients),
+               (*aliases, *(v.requires_grad for v in values)), len(gradients))
+
+
+def _assert_within_bound(trios: Sequence[tuple[Run, Run, Run]]) -> None:
+    """The bound of tests/checks.py for (eager, ours, exact) of several draws, as if each value were one
+    tensor over all of them."""
+    for position, value in enumerate(trios[0][0].values):
+        if value is None:
+            continue
+        eager, ours, exact = (torch.cat([trio[i].values[position].reshape(-1) for trio in trios])
+                              for i in range(3))
+        assert_within_bound(ours, eager, exact)
+
+
+def _farther(low, moved, exact) -> torch.Tensor | None:
+    """Of two values the one further from `exact`, in the dtype of the first."""
+    if low is None or not low.dtype.is_floating_point or moved.shape != low.shape or not low.numel():
+        return low
+    moved, finite = moved.to(low.dtype), low.isfinite()
+    if not finite.any() or not torch.equal(moved.isfinite(), finite):
+        return low
+    errors = [(value[finite].double() - exact[finite].double()).abs().max() for value in (low, moved)]
+    return moved if errors[1] > errors[0] else low
+
+
+def _identical(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a, b) or torch.equal(a.isnan(), b.isnan()) and \
+        torch.equal(a.nan_to_num(0.25), b.nan_to_num(0.25))
+
+
+def _layout(t: torch.Tensor | None, with_strides: bool = True) -> str:
+    """What two equal layouts have in common. Strides of dims of size 1 say nothing, and PyTorch's own fakes
+    do not have those of eager."""
+    if t is None:
+        return "nothing"
+    strides = [stride if size != 1 else "any" for stride, size in zip(t.stride(), t.shape)
+               if t.numel() and with_strides]
+    return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)} with strides {strides}"

@@ -1,0 +1,1 @@
+"""PyTorch's OpInfo samples of the norms."""
