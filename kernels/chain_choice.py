@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 import torch
 
 from .layout import Unsupported
-from .measure import device_microseconds, may_measure
+from .measure import device_microseconds, host_microseconds, may_measure
 from .store import Store
 
 LIBRARY, ONE_KERNEL = "library", "one kernel"
@@ -107,6 +107,13 @@ def _measured(question: Question, configs: Sequence[object]) -> Choice:
                 continue
             if us * (MARGIN if way == LIBRARY else 1) < best:
                 way, chosen, best = ONE_KERNEL, config, us
+        # Called plainly, so few rows are as fast as the host launches them: there too it must be no loss.
+        if way == ONE_KERNEL:
+            host, library = (host_microseconds(call, question.device) for call in
+                             (partial(question.by_kernel, chosen), question.by_library))
+            if max(host, best) > max(library, times[LIBRARY]):
+                way, chosen = LIBRARY, None
+                dropped.append(f"the kernel keeps the host busy for {host:.1f} us, the library {library:.1f}")
     return Choice(way, chosen, times, "; ".join(dropped))
 
 

@@ -44,21 +44,44 @@ class FusedSegment:
         return first, weights, biases, [operand(values, a) for a in self.extra]
 
     def about(self, values: Mapping[str, torch.Tensor], rows: int, device: torch.device) -> tuple:
-        """(why no kernel serves these values, or None; a function that lists block shapes)."""
+        """(sizes of the weights in words; why no kernel serves these values, or None; a function that lists
+        block shapes)."""
         first, weights, biases, extra = self.tensors(values)
+        layouts = "; ".join(f"{list(w.shape)} strides {list(w.stride())}" for w in weights)
         sizes = [w.shape[::-1] if flip else w.shape for w, flip in zip(weights, self.transposed)]
         columns, depth = sum(n for n, _ in sizes), sizes[0][1]
-        return (self.run.supports(first, weights, biases, extra),
+        return (f"{first[0].dtype}, weights {layouts}", self.run.supports(first, weights, biases, extra),
                 lambda: self.run.configs(rows, columns, depth, device))
 
     def call(self, values: Mapping[str, torch.Tensor], numbers: Mapping[str, float],
              config: GemmTile) -> dict[str, torch.Tensor]:
         """What the segment adds to `values`."""
         first, weights, biases, extra = self.tensors(values)
-        scalars = [] if self.norm is None else [numbers[s] for s in self.norm.scalars]
-        more = [] if self.pointwise is None else [numbers[s] for s in self.pointwise.scalars]
-        results = self.run(first, scalars, weights, biases, extra, more, config)
+        results = self.run(first, self._of(self.norm, numbers), weights, biases, extra,
+                           self._of(self.pointwise, numbers), config)
         return dict(zip(self.names, results, strict=True))
+
+    def bound(self, values: Mapping[str, torch.Tensor], config: GemmTile) -> Callable | None:
+        """`call(values, numbers)` for values laid out as these, by the plan that a call with `config` has
+        made of them; None where there is none."""
+        plan = self.run.plan(self._row(values), config)
+        if plan is None:
+            return None
+
+        def call(values, numbers):
+            results = plan(self._row(values), self._of(self.norm, numbers), self._of(self.pointwise, numbers))
+            return zip(self.names, results)
+
+        return call
+
+    def _row(self, values: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """The kernel's tensors, in its order."""
+        first, weights, biases, extra = self.tensors(values)
+        return [*first, *weights, *[b for b in biases if b is not None], *extra]
+
+    @staticmethod
+    def _of(stage: RegionStage | None, numbers: Mapping[str, float]) -> list[float]:
+        return [] if stage is None else [numbers[name] for name in stage.scalars]
 
 
 def _rows(values: Mapping[str, torch.Tensor], ref, dim: int) -> torch.Tensor:

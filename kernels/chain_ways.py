@@ -24,6 +24,7 @@ import torch
 from .chain import Chain, LinearStage, RegionStage, linear, operand
 from .chain_choice import LIBRARY, Choice, Question, choose
 from .chain_fused import FusedSegment, fused_segment
+from .launch import MAX_PLANS
 from .ops import runner
 from .settings import DEFAULT_SELF_CHECK
 
@@ -78,6 +79,8 @@ class ChainRunner:
         """`decide` answers which way a segment takes (tests: without measuring)."""
         self.chain, self.segments = chain, segments(chain)
         self.choices: dict[tuple, Choice] = {}
+        #: layout of the inputs -> the calls of all segments, where each is one kernel
+        self._bound: dict[tuple, list[Callable]] = {}
         self._decide = decide
         self._lock = threading.RLock()
         self._fused = tuple(fused_segment(chain, segment) for segment in self.segments)
@@ -100,14 +103,28 @@ class ChainRunner:
         other ways never write a product to memory."""
         values = dict(zip(self.chain.inputs, inputs))
         numbers = dict(zip(self.chain.scalars, scalars))
+        key = () if keep else tuple([(x.shape, x.stride(), x.data_ptr() & 15, x.dtype, x.get_device())
+                                     for x in inputs])
+        known = self._bound.get(key) if key else None
+        if known is not None:
+            return self._run_bound(known, values, numbers)
+        bound: list[Callable] | None = []
         for number, segment in enumerate(self.segments):
             fused, choice = self._fused[number], None
             if fused is not None and not keep:
                 choice = self._choice(number, fused, values, numbers)
             if choice is None or choice.way == LIBRARY:
                 self._library(segment, values, numbers, keep)
+                bound = None
             else:
+                before = dict(values)
                 self._one_kernel(segment, fused, choice, values, numbers)
+                bound = self._with(bound, number, before, choice)
+        if bound and key:
+            with self._lock:
+                if len(self._bound) >= MAX_PLANS:
+                    self._bound.clear()
+                self._bound[key] = bound
         return {name: values[name] for name in dict.fromkeys((*self.chain.outputs, *keep))}
 
     def _library(self, segment: Segment, values: dict, numbers: dict, keep: Sequence[str] = ()) -> None:
@@ -132,6 +149,25 @@ class ChainRunner:
             values[stage.names[0]] = buffer
         else:
             values.update(zip(stage.names, run(args, scalars)))
+
+    def _with(self, bound: list[Callable] | None, number: int, before: dict,
+              choice: Choice) -> list[Callable] | None:
+        """`bound` and segment `number` on values laid out as these; None where it cannot be bound."""
+        fused, segment = self._fused[number], self.segments[number]
+        if bound is None or not choice.final or (segment.norm is not None and fused.norm is None):
+            return None
+        call = fused.bound(before, choice.config)
+        return None if call is None else [*bound, call]
+
+    def _run_bound(self, bound: Sequence[Callable], values: dict, numbers: dict) -> dict[str, torch.Tensor]:
+        """All segments as one kernel each, on inputs of a layout that was met before: what lies between
+        them is laid out as it was then."""
+        for number, call in enumerate(bound):
+            values.update(call(values, numbers))
+            for stage in self.segments[number].stages:
+                for name in self._spent[stage.names]:
+                    values.pop(name, None)
+        return {name: values[name] for name in self.chain.outputs}
 
     def ways(self) -> tuple[str, ...]:
         """What was chosen so far, in words: for each segment and each number of rows a line."""
@@ -197,11 +233,17 @@ class ChainRunner:
 
         def by_kernel(config) -> list[torch.Tensor]:
             found = dict(values)
-            self._one_kernel(segment, fused, Choice("", config), found, numbers)
+            call = None if segment.norm is not None and fused.norm is None else fused.bound(found, config)
+            if call is not None:  # as later calls of the chain run
+                found.update(call(found, numbers))
+            else:
+                self._one_kernel(segment, fused, Choice("", config), found, numbers)
             return [found[name] for name in names]
 
-        return self._decide(Question(fused.run.segment.text, device, bucket, by_library, by_kernel,
-                                     *fused.about(ready, rows, device)))
+        # The text of a segment without a norm names no sizes: those of its weights belong to the question.
+        sizes, unsupported, configs = fused.about(ready, rows, device)
+        return self._decide(Question(f"{fused.run.segment.text}\n{sizes}", device, bucket, by_library,
+                                     by_kernel, unsupported, configs))
 
 
 def _whole(segment: Segment) -> str | None:

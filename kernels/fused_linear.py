@@ -66,8 +66,7 @@ class FusedLinear:
             Unsupported: no kernel serves them (see `supports`), or `config` needs too much memory.
         """
         tensors = [*norm_inputs, *weights, *[b for b in biases if b is not None], *epilogue_inputs]
-        key = (config, *[(x.shape, x.stride(), x.data_ptr() & 15, x.dtype, x.get_device())
-                         for x in tensors])
+        key = _key(config, tensors)
         plan = self._plans.get(key)
         if plan is not None:
             return plan(tensors, norm_scalars, epilogue_scalars)
@@ -75,6 +74,12 @@ class FusedLinear:
                            epilogue_inputs, epilogue_scalars, config)
 
     __call__._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+    def plan(self, tensors: Sequence[torch.Tensor], config: GemmTile) -> Callable | None:
+        """What a call with `config` on such tensors (norm inputs, weights, biases, epilogue inputs in a row)
+        has made: `plan(tensors, norm_scalars, epilogue_scalars)` runs on others of the same layout, without
+        looking. None before the first such call."""
+        return self._plans.get(_key(config, tensors))
 
     def supports(self, norm_inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor],
                  biases: Sequence[torch.Tensor | None],
@@ -135,6 +140,11 @@ class FusedLinear:
                 del self._plans[next(iter(self._plans))]
             self._plans[key] = plan
         return results
+
+
+def _key(config: GemmTile | None, tensors: Sequence[torch.Tensor]) -> tuple:
+    """What a plan depends on."""
+    return (config, *[(x.shape, x.stride(), x.data_ptr() & 15, x.dtype, x.get_device()) for x in tensors])
 
 
 def _check_sizes(bound: Bound) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from statistics import median
 
@@ -38,6 +39,19 @@ def device_microseconds(call: Callable[[], object], device: torch.device) -> flo
             times = sorted(_elapsed(both, stream) - _elapsed(flush, stream) for _ in range(TIMINGS))
         torch.cuda.current_stream().wait_stream(stream)
     return max(median(times) * 1e3 / CALLS, 0.01)
+
+
+def host_microseconds(call: Callable[[], object], device: torch.device) -> float:
+    """Median time that `call` keeps the host busy, the device's not waited for."""
+    times = []
+    for _ in range(TIMINGS):
+        torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        times.append((time.perf_counter() - started) / CALLS * 1e6)
+    torch.cuda.synchronize(device)
+    return median(times)
 
 
 def _replays(call: Callable[[], object], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:

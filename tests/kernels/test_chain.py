@@ -56,6 +56,12 @@ def packed(transposed=False):
         LinearStage("y", "a", "w2", None, transposed)), ("h", "y"))
 
 
+def plain_packed():
+    """`packed` whose norm nobody else reads, so that it goes into the kernel."""
+    chain = packed()
+    return Chain(chain.inputs, chain.scalars, chain.stages, ("y",))
+
+
 def packed_inputs(transposed=False):
     shapes = [(2, 3, K), (K,), (K,), (2 * N, K), (2 * N,), (K, N)]
     inputs = [torch.randn(s).mul(0.3).bfloat16() for s in shapes]
@@ -163,6 +169,34 @@ def test_many_rows_are_not_asked_about():
     assert ChainRunner(ffn("bf16"), "off", decide)(inputs, (1e-5,))[0].shape == (0, 3, K)
 
 
+@pytest.mark.parametrize("make, inputs", [(lambda: ffn("bf16"), lambda: ffn_inputs(torch.bfloat16)),
+                                          (plain_packed, packed_inputs)], ids=["ffn", "packed"])
+def test_later_calls_run_bound(make, inputs, interpreted, monkeypatch):
+    """With the layouts of an earlier call nothing is looked up again, and values are the call's own."""
+    chain = make()
+    runner = ChainRunner(chain, "off", lambda question: Choice(ONE_KERNEL, question.configs()[0]))
+    runner(inputs(), (1e-5,))
+    assert len(runner._bound) == 1
+    monkeypatch.setattr(ChainRunner, "_choice", None)
+    others = inputs()
+    assert agree(runner(others, (1e-3,)), tuple(evaluate(chain, others, (1e-3,)).values()))
+
+
+def test_sizes_of_weights_are_part_of_the_question(interpreted):
+    """The second segment's text names no sizes: what was measured for one model is no answer for another."""
+    asked = []
+
+    def decide(question):
+        asked.append(question.text)
+        return Choice(LIBRARY)
+
+    ChainRunner(ffn("bf16"), "off", decide)(ffn_inputs(torch.bfloat16), (1e-5,))
+    wide = Chain(("x", "w"), (), (LinearStage("y", "x", "w"),), ("y",))
+    for size in (K, 2 * K):
+        ChainRunner(wide, "off", decide)((torch.randn(2, size).bfloat16(), torch.randn(8, size).bfloat16()))
+    assert len(set(asked)) == 4
+
+
 # The choice
 
 
@@ -180,6 +214,7 @@ def clock(monkeypatch, tmp_path):
     monkeypatch.setenv("ASCEND_LN_FUSE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(chain_choice, "_store", Store("chains"))
     monkeypatch.setattr(chain_choice, "may_measure", lambda device: True)
+    monkeypatch.setattr(chain_choice, "host_microseconds", lambda call, device: 1.0)
     times = {LIBRARY: 10.0, "slow": 9.9, "fast": 5.0, "wrong": 1.0}
     monkeypatch.setattr(chain_choice, "device_microseconds",
                         lambda call, device: times[call.args[0] if hasattr(call, "args") else LIBRARY])
@@ -196,6 +231,13 @@ def test_the_fastest_right_way_is_taken(clock):
     assert choice.times == {LIBRARY: 10.0, "slow": 9.9, "fast": 5.0}
     assert "wrong: other results" in choice.reason
     assert "fast 5.0 us" in str(choice)
+
+
+def test_a_kernel_that_keeps_the_host_longer_is_not_taken(clock, monkeypatch):
+    monkeypatch.setattr(chain_choice, "host_microseconds",
+                        lambda call, device: 30.0 if hasattr(call, "args") else 20.0)
+    choice = choose(question(kernel=by_kernel))
+    assert choice.way == LIBRARY and "keeps the host busy for 30.0 us" in choice.reason
 
 
 def test_noise_is_no_reason(clock):
