@@ -208,7 +208,8 @@ def compile_all(dims: list[int], megabytes: list[float], workers: int) -> None:
 
 def goals(rows: list[dict]) -> list[str]:
     """What the rows say of the goals: the best other contender in device time, the copy's speed from 64 MB
-    up, and the plain call below 8 MB. A ratio over 0.98 counts as level (a convention: how far a row repeats was not measured)."""
+    up, and the plain call below 8 MB. A ratio over 0.98 counts as level: a convention, for how far a row
+    repeats was not measured."""
     def short(row: dict, ratio: float) -> str:
         return f"{row['case']}, D {row['dim']}, {row['megabytes']:g} MB: {ratio:.2f}"
 
