@@ -25,6 +25,7 @@ import sys
 import time
 
 import torch
+from bound import share_of_bound
 from timing import device_times, machine, plain_time, sets_needed
 from torch import nn
 
@@ -72,15 +73,6 @@ def contenders(autotune: bool) -> dict:
     found["ours"] = torch.compile(fresh(), dynamic=False, backend="ascend_ln_fuse",
                                   options={"report": "off"})
     return found
-
-
-def exceeds(results: dict, exact: torch.Tensor, rows: torch.Tensor) -> float:
-    """The largest error of ours in units of the bound; see the module docstring."""
-    ours, eager = (results[name].view(-1, exact.shape[-1])[rows].double() for name in ("ours", "eager"))
-    magnitude = exact.abs().clamp(min=torch.finfo(BF16).smallest_normal)
-    ulp = torch.exp2(torch.floor(torch.log2(magnitude))) * torch.finfo(BF16).eps
-    allowed = 2 * (eager - exact).abs().max() + ulp
-    return ((ours - exact).abs() / allowed).max().item()
 
 
 def chosen() -> list[str]:
@@ -139,7 +131,7 @@ def measure(hidden: int, tokens: int, args) -> dict:
     ways = chosen()
     rows = torch.arange(tokens, device="cuda")[:: max(1, tokens // 64)][:64]
     exact = call(x.view(-1, hidden)[rows].double(), *(p.double() for p in first))
-    error = exceeds(results, exact, rows)
+    error = share_of_bound(*(results[name].view(-1, hidden)[rows] for name in ("ours", "eager")), exact)
     del results, exact
     times = device_times(calls, sets, args.rounds)
     plain = {name: plain_time(run, sets[0], calls=50 if tokens <= 128 else 5) for name, run in calls.items()}

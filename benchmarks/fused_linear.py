@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from itertools import product
 
 import torch
+from bound import share_of_bound
 from torch.nn import functional as F
 
 from ascend_ln_fuse.kernels.fused_linear import FusedLinear, GemmTile, Projection, Segment, reference
@@ -147,15 +148,6 @@ def sides(chain: Chain, everything: bool) -> tuple[Sequence[GemmTile], Sequence[
 # -- check -------------------------------------------------------------------------------------------
 
 
-def excess(ours: torch.Tensor, low: torch.Tensor, exact: torch.Tensor) -> float:
-    """How far the error is beyond twice eager's own (its largest) plus one ulp, in units of that bound."""
-    size = exact.abs().clamp(min=torch.finfo(low.dtype).smallest_normal)
-    ulp = torch.exp2(torch.floor(torch.log2(size))) * torch.finfo(low.dtype).eps
-    allowed = 2 * (low.double() - exact).abs().max() + ulp
-    worst = (((ours.double() - exact).abs() - allowed) / allowed).max().item()
-    return worst if worst == worst else float("inf")
-
-
 def cases(chain: Chain, side: int) -> Iterator[tuple[float, tuple, torch.Tensor]]:
     """(mean/std of the input, arguments of the segment, exact result)."""
     shape = (chain.tokens, chain.hidden)
@@ -184,8 +176,8 @@ def check_side(job: tuple) -> tuple[int, list[str]]:
         where = f"{tokens} x {hidden}, segment {side}, {tile}"
         try:
             for ratio, args, low, exact in known:
-                if (worst := excess(run(*args, config=tile)[0], low, exact)) > 0:
-                    failures.append(f"{where}: wrong at {ratio}, by {worst:.2f} of the bound")
+                if (share := share_of_bound(run(*args, config=tile)[0], low, exact)) > 1:
+                    failures.append(f"{where}: wrong at {ratio}, by {share - 1:.2f} of the bound")
         except Exception as error:  # noqa: BLE001 - one broken tile must not hide the others
             failures.append(f"{where}: {type(error).__name__} {str(error)[-200:]}")
     return len(tiles), failures

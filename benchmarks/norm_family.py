@@ -20,7 +20,6 @@ are taken after that, in this process alone.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import multiprocessing
 import statistics
@@ -31,6 +30,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 import torch
+from timing import device_times, machine, plain_time
 from torch.nn import functional as F
 
 BF16 = torch.bfloat16
@@ -120,50 +120,6 @@ def contenders(case: Case) -> dict[str, Callable]:
             "ours": torch.compile(again, backend="ascend_ln_fuse", options={"report": "off"})}
 
 
-def capture(call: Callable, sets: list[list[torch.Tensor]]) -> torch.cuda.CUDAGraph:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            for buffers in sets:
-                call(*buffers)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = [call(*buffers) for buffers in sets]
-    graph.kept = kept  # results stay alive, so that memory is not reused between the calls
-    return graph
-
-
-def device_times(calls: dict[str, Callable], sets, rounds: int) -> dict[str, list[float]]:
-    """us a call, per contender and round."""
-    graphs = {name: capture(call, sets) for name, call in calls.items()}
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, graph in graphs.items():
-            graph.replay()
-            events[0].record()
-            graph.replay()
-            events[1].record()
-            events[1].synchronize()
-            times[name].append(events[0].elapsed_time(events[1]) * 1e3 / len(sets))
-    return times
-
-
-def plain_time(call: Callable, buffers, calls: int = 100) -> float:
-    """us a call, called from Python, best of five."""
-    best = float("inf")
-    for _ in range(5):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        for _ in range(calls):
-            call(*buffers)
-        torch.cuda.synchronize()
-        best = min(best, (time.perf_counter() - started) / calls * 1e6)
-    return best
-
-
 def measure(case: Case, rounds: int) -> dict:
     from ascend_ln_fuse import last_reports
 
@@ -181,7 +137,7 @@ def measure(case: Case, rounds: int) -> dict:
     copies = [(half.clone(), half.clone()) for _ in sets]
     graphs = device_times(calls, sets, rounds)
     graphs |= device_times({"copy": lambda a, b: a.copy_(b)}, copies, rounds)
-    plain = {name: plain_time(call, first) for name, call in calls.items()} \
+    plain = {name: plain_time(call, first, of=min) for name, call in calls.items()} \
         if case.megabytes <= 16 else {}
     return {"case": case.name, "dim": case.dim, "megabytes": case.megabytes, "moved": case.moved,
             "sets": len(sets), "graph_us": {n: statistics.median(t) for n, t in graphs.items()},
@@ -264,8 +220,6 @@ def main() -> int:
     if not torch.cuda.is_available() or torch.version.cuda is None:
         print("norm_family.py: needs an NVIDIA GPU; none was found", file=sys.stderr)
         return 1
-    import triton
-
     if args.workers:
         compile_all(args.dims, args.megabytes, args.workers)
     started, rows, left = time.monotonic(), [], 0
@@ -277,8 +231,7 @@ def main() -> int:
                 left += 1
                 continue
             rows.append(measure(case, args.rounds))
-    name = torch.cuda.get_device_name(0)
-    title = f"{name}, torch {torch.__version__}, Triton {triton.__version__}, {datetime.date.today()}"
+    title = machine()
     show(rows, title)
     print(*goals(rows), sep="\n")
     if left:

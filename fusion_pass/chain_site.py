@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
-from .graph import Lens
+from .graph import Lens, same, same_shape
 from .kernels.chain import Chain, LinearStage, Part, RegionStage
 from .site import Norm, Site, Step
 
@@ -163,8 +163,6 @@ class _Builder:
 
 def columns_of(part: torch.Tensor, whole: torch.Tensor) -> tuple[int, int] | None:
     """(start, length) when `part` is a run of the last dim of `whole` (fakes that share memory)."""
-    from .graph import same, same_shape
-
     if part.dim() != whole.dim() or not same_shape(part.shape[:-1], whole.shape[:-1]) or \
             not same_shape(part.stride(), whole.stride()):
         return None

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .kernels.chain import Chain, LinearStage, RegionStage
+from .kernels.pointwise import gelu_tanh
 from .kernels.region import Line, NormRegion, Operand, Output
 
 NORM_OPS = ("layer_norm", "rms_norm")
@@ -37,10 +38,6 @@ def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
-def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
 def _one(op: str) -> tuple:
     return ((op, (), False),)
 
@@ -52,7 +49,7 @@ def _is(kind: type) -> Callable[[nn.Module], bool]:
 ACTIVATIONS: dict[str, Activation] = {
     "relu": Activation(F.relu, _one("relu"), _is(nn.ReLU)),
     "gelu": Activation(F.gelu, _one("gelu"), lambda m: type(m) is nn.GELU and m.approximate == "none"),
-    "gelu_tanh": Activation(_gelu_tanh, _one("gelu_tanh"),
+    "gelu_tanh": Activation(gelu_tanh, _one("gelu_tanh"),
                             lambda m: type(m) is nn.GELU and m.approximate == "tanh"),
     "silu": Activation(F.silu, _one("silu"), _is(nn.SiLU)),
     "quick_gelu": Activation(_quick_gelu, (("mul", (1.702,), False), ("sigmoid", (), False),

@@ -38,9 +38,7 @@ def rewrite(lens: Lens, taken: Taken, traceable: bool, self_check: str) -> Graph
             check_contract(lens, piece)
     interior = {node for site in taken.sites for node in site.interior}
     for unit in schedule:
-        if isinstance(unit, ChainSite):
-            _insert_chain(graph, unit, env, views, self_check)
-        elif isinstance(unit, Site):
+        if isinstance(unit, (Site, ChainSite)):
             _insert(graph, unit, env, views, traceable, self_check)
         elif unit not in interior:
             env[unit] = _copy(graph, unit, env)
@@ -55,32 +53,19 @@ def _copy(graph: Graph, node: Node, env: dict) -> Node:
     return result
 
 
-def _insert(graph: Graph, site: Site, env: dict, views: dict, traceable: bool, self_check: str) -> None:
+def _insert(graph: Graph, site: Site | ChainSite, env: dict, views: dict, traceable: bool,
+            self_check: str) -> None:
     inputs = [_operand(graph, node, steps, env, views) for node, steps in site.inputs]
     scalars = [env[s] if isinstance(s, Node) else s for s in site.scalars]
-    count = len(site.outputs)
-    if traceable:
+    if isinstance(site, ChainSite):
+        op = graph.call_function(chain_call(site.chain, self_check), (*inputs, *scalars))
+    elif traceable:
         args = (site.region.text, inputs, scalars)
         op = graph.call_function(torch.ops.ascend_ln_fuse.region.default, args, {"self_check": self_check})
-        results = [graph.call_function(operator.getitem, (op, i)) for i in range(count)]
     else:
         op = graph.call_function(python_call(site.region, self_check), (*inputs, *scalars))
-        results = [op] if count == 1 else \
-            [graph.call_function(operator.getitem, (op, i)) for i in range(count)]
     _keep_meta(op, site.anchor)
-    for node, result in zip(site.outputs, results):
-        for step in site.finish:
-            result = step.insert(graph, result, env.__getitem__)
-        result.meta = dict(node.meta)
-        env[node] = result
-
-
-def _insert_chain(graph: Graph, site: ChainSite, env: dict, views: dict, self_check: str) -> None:
-    inputs = [_operand(graph, node, steps, env, views) for node, steps in site.inputs]
-    scalars = [env[s] if isinstance(s, Node) else s for s in site.scalars]
-    op = graph.call_function(chain_call(site.chain, self_check), (*inputs, *scalars))
-    _keep_meta(op, site.anchor)
-    single = len(site.outputs) == 1
+    single = len(site.outputs) == 1 and not traceable
     for number, (node, finish) in enumerate(zip(site.outputs, site.finishes)):
         result = op if single else graph.call_function(operator.getitem, (op, number))
         for step in finish:

@@ -135,6 +135,11 @@ class Site:
         return self.norms[0].out
 
     @property
+    def finishes(self) -> tuple[tuple[Step, ...], ...]:
+        """For each output, the views that follow the op."""
+        return (self.finish,) * len(self.outputs)
+
+    @property
     def copied(self) -> tuple[Node, ...]:
         """The operands that are read through a contiguous copy."""
         return tuple(node for node, steps in self.inputs

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from .chain import Chain, LinearStage, evaluate
 from .chain_ways import ChainRunner
 from .launch import runs_reference
+from .ops import gradients_again
 from .settings import DEFAULT_SELF_CHECK
 
 
@@ -75,8 +76,6 @@ def chain_gradients(chain: Chain, inputs: Sequence[torch.Tensor], scalars: Seque
     `kept` are the values of `chain.kept`, `grads` those of the outputs (None for zero); entry i of the
     result is None where `needs[i]` is False or the input reaches no output. Differentiable again where
     grad mode is on."""
-    again = torch.is_grad_enabled()  # set in a backward only for create_graph=True
-
     def product(stage: LinearStage, value, weight, bias):
         given = kept.get(stage.name)
         if given is None:  # only its gradient is asked for
@@ -84,17 +83,10 @@ def chain_gradients(chain: Chain, inputs: Sequence[torch.Tensor], scalars: Seque
             given = value.new_empty(1).expand(*value.shape[:-1], columns)
         return _KnownProduct.apply(given.detach(), value, weight, bias, stage.transposed)
 
-    with torch.enable_grad():
-        leaves = [x.view_as(x) if again and need else x.detach().requires_grad_(need)
-                  for x, need in zip(inputs, needs)]
-        outputs = evaluate(chain, leaves, scalars, run_linear=product)
-        pairs = [(outputs[name], grad) for name, grad in zip(chain.outputs, grads)
-                 if grad is not None and outputs[name].requires_grad]
-        wanted = [leaf for leaf, need in zip(leaves, needs) if need]
-        found = iter(torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs],
-                                         create_graph=again, allow_unused=True)
-                     if pairs else [None] * len(wanted))
-    return [next(found) if need else None for need in needs]
+    def run(leaves):
+        return tuple(evaluate(chain, leaves, scalars, run_linear=product).values())
+
+    return gradients_again(run, inputs, grads, needs)
 
 
 class _KnownProduct(torch.autograd.Function):

@@ -5,8 +5,8 @@ pointwise behind them. A segment runs
 
 - by the "library": the norm's kernel, torch's products, and one kernel for what is pointwise, in place
   where the product is nobody else's;
-- as "one kernel" (fused_linear.py), with the norm in front of the product and the rest behind it;
-  (or with the norm's kernel first, where others read its result).
+- as "one kernel" (fused_linear.py), with the norm in front of the product and the rest behind it (or
+  with the norm's kernel first, where others read its result).
 
 The second is for few rows, where reading the weights and launching is all the time there is. Which is
 taken is measured on the first call with a new number of rows (up to the next power of two), outside of
@@ -24,6 +24,7 @@ import torch
 from .chain import Chain, LinearStage, RegionStage, linear, operand
 from .chain_choice import LIBRARY, Choice, Question, choose
 from .chain_fused import FusedSegment, fused_segment
+from .fused_linear import layouts
 from .launch import MAX_PLANS
 from .ops import runner
 from .settings import DEFAULT_SELF_CHECK
@@ -83,10 +84,10 @@ class ChainRunner:
         self._bound: dict[tuple, list[Callable]] = {}
         self._decide = decide
         self._lock = threading.RLock()
-        self._fused = tuple(fused_segment(chain, segment) for segment in self.segments)
         #: an input of each segment that has all of its rows
         self._whole = tuple(_whole(segment) for segment in self.segments)
-        self._fused = tuple(fused if whole else None for fused, whole in zip(self._fused, self._whole))
+        self._fused = tuple(fused_segment(chain, segment) if whole else None
+                            for segment, whole in zip(self.segments, self._whole))
         regions = [stage for stage in chain.stages if isinstance(stage, RegionStage)]
         self._runners = {stage.names: runner(stage.region.text, self_check) for stage in regions}
         self._spent = dict(zip((stage.names for stage in chain.stages), chain.spent))
@@ -103,11 +104,10 @@ class ChainRunner:
         other ways never write a product to memory."""
         values = dict(zip(self.chain.inputs, inputs))
         numbers = dict(zip(self.chain.scalars, scalars))
-        key = () if keep else tuple([(x.shape, x.stride(), x.data_ptr() & 15, x.dtype, x.get_device())
-                                     for x in inputs])
-        known = self._bound.get(key) if key else None
-        if known is not None:
-            return self._run_bound(known, values, numbers)
+        if self._bound and not keep:  # nothing is bound where the library runs: no key is made for it
+            known = self._bound.get(layouts(inputs))
+            if known is not None:
+                return self._run_bound(known, values, numbers)
         bound: list[Callable] | None = []
         for number, segment in enumerate(self.segments):
             fused, choice = self._fused[number], None
@@ -120,11 +120,11 @@ class ChainRunner:
                 before = dict(values)
                 self._one_kernel(segment, fused, choice, values, numbers)
                 bound = self._with(bound, number, before, choice)
-        if bound and key:
+        if bound:
             with self._lock:
                 if len(self._bound) >= MAX_PLANS:
                     self._bound.clear()
-                self._bound[key] = bound
+                self._bound[layouts(inputs)] = bound
         return {name: values[name] for name in dict.fromkeys((*self.chain.outputs, *keep))}
 
     def _library(self, segment: Segment, values: dict, numbers: dict, keep: Sequence[str] = ()) -> None:
@@ -135,9 +135,13 @@ class ChainRunner:
                                             stage.transposed)
             else:
                 self._region(stage, values, numbers, keep)
-            for name in self._spent[stage.names]:
-                if name not in keep:
-                    values.pop(name, None)
+            self._drop(stage, values, keep)
+
+    def _drop(self, stage: RegionStage | LinearStage, values: dict, keep: Sequence[str] = ()) -> None:
+        """Let go of what nothing reads after `stage`."""
+        for name in self._spent[stage.names]:
+            if name not in keep:
+                values.pop(name, None)
 
     def _region(self, stage: RegionStage, values: dict, numbers: dict, keep: Sequence[str]) -> None:
         args = [operand(values, arg) for arg in stage.args]
@@ -153,8 +157,8 @@ class ChainRunner:
     def _with(self, bound: list[Callable] | None, number: int, before: dict,
               choice: Choice) -> list[Callable] | None:
         """`bound` and segment `number` on values laid out as these; None where it cannot be bound."""
-        fused, segment = self._fused[number], self.segments[number]
-        if bound is None or not choice.final or (segment.norm is not None and fused.norm is None):
+        fused = self._fused[number]
+        if bound is None or not choice.final or _norm_alone(self.segments[number], fused):
             return None
         call = fused.bound(before, choice.config)
         return None if call is None else [*bound, call]
@@ -165,8 +169,7 @@ class ChainRunner:
         for number, call in enumerate(bound):
             values.update(call(values, numbers))
             for stage in self.segments[number].stages:
-                for name in self._spent[stage.names]:
-                    values.pop(name, None)
+                self._drop(stage, values)
         return {name: values[name] for name in self.chain.outputs}
 
     def ways(self) -> tuple[str, ...]:
@@ -178,12 +181,11 @@ class ChainRunner:
 
     def _one_kernel(self, segment: Segment, fused: FusedSegment, choice: Choice, values: dict,
                     numbers: dict) -> None:
-        if segment.norm is not None and fused.norm is None:
+        if _norm_alone(segment, fused):
             self._region(segment.norm, values, numbers, ())
         values.update(fused.call(values, numbers, choice.config))
         for stage in segment.stages:
-            for name in self._spent[stage.names]:
-                values.pop(name, None)
+            self._drop(stage, values)
 
     def _reusable(self, stage: RegionStage) -> str | None:
         """The product that `stage` may write its one result over: of the same shape and dtype, read by
@@ -221,7 +223,7 @@ class ChainRunner:
     def _ask(self, segment, fused, values, numbers, device, rows, bucket) -> Choice:
         ready = dict(values)
         values = dict(values)  # as they are now, however often the ways are tried
-        if segment.norm is not None and fused.norm is None and not _has(ready, segment.norm.names):
+        if _norm_alone(segment, fused):
             self._region(segment.norm, ready, numbers, ())
         names = tuple(name for stage in segment.stages for name in stage.names
                       if name in fused.names)
@@ -233,7 +235,7 @@ class ChainRunner:
 
         def by_kernel(config) -> list[torch.Tensor]:
             found = dict(values)
-            call = None if segment.norm is not None and fused.norm is None else fused.bound(found, config)
+            call = None if _norm_alone(segment, fused) else fused.bound(found, config)
             if call is not None:  # as later calls of the chain run
                 found.update(call(found, numbers))
             else:
@@ -256,5 +258,6 @@ def _whole(segment: Segment) -> str | None:
                  if x.dims == full and isinstance(arg, str)), None)
 
 
-def _has(values: dict, names: Sequence[str]) -> bool:
-    return all(name in values for name in names)
+def _norm_alone(segment: Segment, fused: FusedSegment) -> bool:
+    """Whether the segment's norm runs by itself, in front of the one kernel."""
+    return segment.norm is not None and fused.norm is None

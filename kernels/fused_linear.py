@@ -66,7 +66,7 @@ class FusedLinear:
             Unsupported: no kernel serves them (see `supports`), or `config` needs too much memory.
         """
         tensors = [*norm_inputs, *weights, *[b for b in biases if b is not None], *epilogue_inputs]
-        key = _key(config, tensors)
+        key = config, layouts(tensors)
         plan = self._plans.get(key)
         if plan is not None:
             return plan(tensors, norm_scalars, epilogue_scalars)
@@ -79,7 +79,7 @@ class FusedLinear:
         """What a call with `config` on such tensors (norm inputs, weights, biases, epilogue inputs in a row)
         has made: `plan(tensors, norm_scalars, epilogue_scalars)` runs on others of the same layout, without
         looking. None before the first such call."""
-        return self._plans.get(_key(config, tensors))
+        return self._plans.get((config, layouts(tensors)))
 
     def supports(self, norm_inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor],
                  biases: Sequence[torch.Tensor | None],
@@ -142,9 +142,9 @@ class FusedLinear:
         return results
 
 
-def _key(config: GemmTile | None, tensors: Sequence[torch.Tensor]) -> tuple:
-    """What a plan depends on."""
-    return (config, *[(x.shape, x.stride(), x.data_ptr() & 15, x.dtype, x.get_device()) for x in tensors])
+def layouts(tensors: Sequence[torch.Tensor]) -> tuple:
+    """What of tensors a compiled launch depends on."""
+    return tuple([(x.shape, x.stride(), x.data_ptr() & 15, x.dtype, x.get_device()) for x in tensors])
 
 
 def _check_sizes(bound: Bound) -> None:

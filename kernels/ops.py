@@ -114,11 +114,19 @@ def input_gradients(region: NormRegion, inputs: Sequence[torch.Tensor], scalars:
 
     `grads` are those of the outputs (None for zero); entry i of the result is None where `needs[i]` is
     False or the input does not reach an output. Differentiable again where grad mode is on."""
+    return gradients_again(lambda leaves: reference(region, leaves, scalars), inputs, grads, needs)
+
+
+def gradients_again(run: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]],
+                    inputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None],
+                    needs: Sequence[bool]) -> list[torch.Tensor | None]:
+    """Gradients of `inputs` by running `run(inputs)`, which gives the outputs, once more; see
+    `input_gradients`."""
     again = torch.is_grad_enabled()  # set in a backward only for create_graph=True
     with torch.enable_grad():
         leaves = [x.view_as(x) if again and need else x.detach().requires_grad_(need)
                   for x, need in zip(inputs, needs)]
-        outputs = reference(region, leaves, scalars)
+        outputs = run(leaves)
         pairs = [(out, grad) for out, grad in zip(outputs, grads)
                  if grad is not None and out.requires_grad]
         wanted = [leaf for leaf, need in zip(leaves, needs) if need]
