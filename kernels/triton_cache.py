@@ -23,6 +23,7 @@ from functools import lru_cache
 from typing import TypeVar
 
 from . import directories
+from .parsing import parsing
 
 T = TypeVar("T")
 
@@ -81,7 +82,7 @@ _unusable: dict[str, str] = {}  # directory -> why Triton could not write there
 
 
 def with_safe_cache(work: Callable[[], T]) -> T:
-    """`work()`, during which Triton compiles into a directory that only this user can have written.
+    """`parsing(work)`, during which Triton compiles into a directory that only this user can have written.
 
     Warns once for each directory that does not pass. Where Triton then fails to write to the one it has,
     `work` is called a second time, with the temporary one. Raises what `work` raises.
@@ -90,7 +91,7 @@ def with_safe_cache(work: Callable[[], T]) -> T:
     why = _unusable.get(path) or _refused(path)
     if not why:
         try:
-            return work()
+            return parsing(work)
         except Exception as error:
             why = _unusable[path] = _disk_error(error, path)
             if not why:
@@ -100,7 +101,7 @@ def with_safe_cache(work: Callable[[], T]) -> T:
         f"{VARIABLE} to a directory of yours.")
     _redirection.enter(_temporary(os.getpid()))
     try:
-        return work()
+        return parsing(work)
     finally:
         _redirection.leave()
 

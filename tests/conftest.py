@@ -9,6 +9,12 @@ os.environ["ASCEND_LN_FUSE_STRICT"] = "1"
 torch.set_num_threads(1)  # tests run in parallel processes
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory):
+    """What is measured or reported is kept in a directory of this run's, not in the user's."""
+    os.environ["ASCEND_LN_FUSE_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(autouse=True)
 def _clean():
     from ascend_ln_fuse import clear_reports

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..parsing import parsing
 from .memory import DTYPES, ITEM_BYTES, InterpreterError
 from .mlir import Op
 from .op_table import Step, prepare_region, register, require
@@ -344,7 +345,7 @@ def affine_function(text: str) -> Callable[..., tuple[int, ...]]:
     results = found.group(3)
     for word, symbol in (("floordiv", "//"), ("ceildiv", "@"), ("mod", "%")):
         results = re.sub(rf"\b{word}\b", symbol, results)
-    tree = _CeilDiv().visit(ast.parse(f"lambda {names}: ({results},)", mode="eval"))
+    tree = _CeilDiv().visit(parsing(lambda: ast.parse(f"lambda {names}: ({results},)", mode="eval")))
     return eval(compile(ast.fix_missing_locations(tree), "<affine_map>", "eval"))
 
 

@@ -27,6 +27,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..parsing import parsing
 from .mlir import MlirError, Module, Op, is_memref, memref_type, read_module
 from .tools import (
     MissingTool,
@@ -192,7 +193,8 @@ def lower(
     metadata = {"target": target, **parsed.__dict__}
     try:
         source = ASTSource(fn=fn, signature=dict(signature), constants=dict(constants or {}))
-        module = source.make_ir(parsed, backend.get_codegen_implementation(), {}, context)
+        generators = backend.get_codegen_implementation()
+        module = parsing(lambda: source.make_ir(parsed, generators, {}, context))
         module = stages["ttir"](module, metadata)
         ttir = str(module)
         linalg = stages["ttadapter"](module, metadata)
