@@ -102,15 +102,23 @@ def _statements(region: NormRegion, line, scope: dict) -> list[str]:
     scope[f"op_{line.op}"] = torch_function(line.op)
     tensors = region.dtype_of
     words = list(map(word, line.args))
-    for i, arg in enumerate(line.args):
-        # torch.add(1.0, x) and torch.maximum(x, 1.0) are no overloads; there a scalar becomes a 0-dim
-        # tensor, which takes part in type promotion like a python number.
-        if len(words) == 2 and arg not in tensors and (i == 0 or line.op in ("maximum", "minimum")):
-            words[i] = (f"torch.as_tensor({words[i]}, dtype={line.dtype.upper()}, "
-                        f"device={words[1 - i]}.device)")
     dtype = line.dtype.upper()
-    return [f"{name} = op_{line.op}({', '.join(words)})",
+    call = f"op_{line.op}({', '.join(words)})"
+    if len(words) == 2 and line.op in ("maximum", "minimum"):
+        # They take no number. The greater of two is one of them: rounding it before or after is the same.
+        words = [word if arg in tensors else f"torch.as_tensor({word}, dtype={dtype}, device={other}.device)"
+                 for word, arg, other in zip(words, line.args, reversed(words))]
+        call = f"op_{line.op}({', '.join(words)})"
+    elif len(words) == 2 and line.args[0] not in tensors:
+        call = _NUMBER_FIRST[line.op].format(*words)
+    return [f"{name} = {call}",
             f"if {name}.dtype != {dtype}: {name} = {name}.to({dtype})"]
+
+
+#: What Python's operators do with a number on the left, which no torch function takes there: the number is
+#: not rounded to the tensor's dtype, and a quotient is a reciprocal times the number (torch/_tensor.py).
+_NUMBER_FIRST = {"add": "torch.add({1}, {0})", "mul": "torch.mul({1}, {0})", "sub": "torch.rsub({1}, {0})",
+                 "div": "torch.reciprocal({1}) * {0}"}
 
 
 def _variable(name: str) -> str:

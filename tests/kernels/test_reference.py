@@ -82,3 +82,17 @@ def test_ambient_autocast_does_not_touch_it():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got, = reference(r, inputs, [1e-5])
     assert got.dtype == torch.bfloat16 and torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32", "f64"])
+@pytest.mark.parametrize("op, python", [
+    ("add", lambda x: 0.1 + x), ("mul", lambda x: 1.702 * x), ("sub", lambda x: 1.702 - x),
+    ("div", lambda x: 1.702 / x)], ids=["add", "mul", "sub", "div"])
+def test_a_number_on_the_left_is_not_rounded(op, python, dtype):
+    """1.702 is 1.703125 in bfloat16: as Python's operators have it, the number stays what it is."""
+    number = 0.1 if op == "add" else 1.702
+    r = parse(f"space [*, 64]\nin x0: {dtype}[*, 64]\nv0: {dtype} = layer_norm(x0, none, none, 1e-05)\n"
+              f"v1: {dtype} = {op}({number}, v0)\nout v1: {dtype} order(0, 1)")
+    x = torch.randn(32, 64).to(TORCH_DTYPES[dtype])
+    got, = reference(r, [x], [])
+    assert torch.equal(got, python(F.layer_norm(x, (64,))))
