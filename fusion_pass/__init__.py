@@ -20,6 +20,7 @@ _PLACES = {
     "LayerNormLinear": "chain_modules", "LayerNormLinearFusion": "chain_modules",
     "FusionChain": "chain_builder", "FusionMode": "chain_run", "ShapeRange": "shape_range",
     "kernel_info": "kernel_info",
+    "inductor_pass": "graph_passes", "npugraph_ex_pass": "graph_passes",
     "register_pattern": "patterns", "unregister_pattern": "patterns",
     "Norm": "site", "Decline": "site",
 }

@@ -51,6 +51,15 @@ def ascend_ln_fuse(gm: GraphModule, example_inputs, *,
         given = ", ".join(f"{name}={value!r}" for name, value in kwargs.items())
         warnings.warn(f"ascend_ln_fuse ignores {given}: what is not fused runs as it is, unless "
                       "options={'inner': ...} names a compiler for it", stacklevel=2)
+    fuse_module(gm, chosen)
+    return gm.forward if inner is None else inner(gm, example_inputs, **kwargs)
+
+
+def fuse_module(gm: GraphModule, chosen: Options) -> FusionReport:
+    """Fuses the graph of `gm` in place; records and prints the report, and returns it.
+
+    Where the pass fails, `gm` is as it was, and the report says why; in strict mode it raises.
+    """
     started = time.perf_counter()
     error = None
     sites: list[SiteReport] = []
@@ -72,7 +81,7 @@ def ascend_ln_fuse(gm: GraphModule, example_inputs, *,
                           error=error, seconds=time.perf_counter() - started)
     record(report)
     emit(report, chosen.report)
-    return gm.forward if inner is None else inner(gm, example_inputs, **kwargs)
+    return report
 
 
 def fuse_graph(graph: Graph, options: Options | None = None) -> tuple[Graph | None, list[SiteReport]]:
