@@ -386,8 +386,10 @@ class _Npu(_Kernel):
 
     def compile(self, stand_ins, scalars):
         """The first tile that fits the Unified Buffer; at last, the smallest once in memory, not twice."""
-        tries = [(tile, {}) for tile in self.tiles] + [(self.tiles[-1], {"multibuffer": False})]
-        for tile, options in tries:
+        # Always said: without it, triton-ascend leaves double buffering off for the 950 family.
+        tries = [(tile, True) for tile in self.tiles] + [(self.tiles[-1], False)]
+        for tile, multibuffer in tries:
+            options = {"multibuffer": multibuffer}
             source = self.generate(tile)
             try:
                 self.warm_up(source, stand_ins, scalars, **options)

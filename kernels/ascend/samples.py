@@ -104,11 +104,11 @@ class SmallCall:
 
 
 def small_call(offline: Offline, soc: str, sizes: Sequence[int] | None = None,
-               scalars: Sequence[float | None] | None = None) -> SmallCall:
+               scalars: Sequence[float | None] | None = None, seed: int = 0) -> SmallCall:
     """A launch of the kernel on two tiles and a bit along its rows, and two of other dims.
 
     sizes: of the kernel's dims, where these are not wanted.  scalars: of the model's call, None where
-    they are known at run time only.
+    they are known at run time only.  seed: of the numbers in the tensors.
     """
     region = offline.region
     numbers = _numbers(region, scalars)
@@ -116,7 +116,7 @@ def small_call(offline: Offline, soc: str, sizes: Sequence[int] | None = None,
     walk = small_walk(offline, sizes, len(kinds), axis)
     if axis is None:
         kinds = (ORDINARY,)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     tensors = [_empty(walk, region, i) for i in range(len(walk.strides))]
     for i in range(len(region.inputs)):
         _fill(tensors[i], _values(tensors[i].shape, walk, i, generator, kinds, axis))
@@ -126,7 +126,7 @@ def small_call(offline: Offline, soc: str, sizes: Sequence[int] | None = None,
                      [*tensors, *integers, *numbers], grid, range(grid), kinds, axis)
 
 
-def far_call(offline: Offline, scalars: Sequence[float | None] | None = None) -> SmallCall:
+def far_call(offline: Offline, scalars: Sequence[float | None] | None = None, seed: int = 0) -> SmallCall:
     """The last rows of a launch whose tensors are so large that their rows lie beyond 2^31 elements: the
     last program's share of two. Pages that nobody touches take no memory.
 
@@ -143,7 +143,7 @@ def far_call(offline: Offline, scalars: Sequence[float | None] | None = None) ->
     strides = tuple(tuple(step * moves for moves in x.moving) for x in structure.operands)
     far = Layout((*sizes, region.lane), tuple(sizes), strides, structure)
     start, numbers = first * rows, _numbers(region, scalars)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     arguments, seen = [], []
     for i, operand in enumerate(structure.operands):
         whole = _sparse(far, region, i)

@@ -232,21 +232,23 @@ class _FakeKernel:
     """Stands for a JIT function of an NPU whose compiler overflows for tiles above `fits` rows."""
 
     tried: list = []
+    launched: list = []
     fits = 24
 
     def __init__(self, source):
         self.rows = source.tile.rows
 
     def warmup(self, *arguments, grid, **options):
-        self.tried.append((self.rows, options) if options else self.rows)
-        if self.rows > self.fits * (1 if options.get("multibuffer", True) else 2):
+        self.tried.append((self.rows, options))
+        if self.rows > self.fits * (1 if options["multibuffer"] else 2):
             raise RuntimeError("ub overflow, requires 2097152 bits while 1572864 bits available!")
 
     def __getitem__(self, grid):
         def launched(*arguments):
-            self.tried.append(-self.rows)
+            self.launched.append((self.rows, asked[-1]))
 
-        return lambda *arguments, **options: {(*grid, 1, 1): launched}
+        asked: list = []
+        return lambda *arguments, **options: asked.append(options) or {(*grid, 1, 1): launched}
 
 
 @pytest.fixture
@@ -258,7 +260,7 @@ def fake_npu(monkeypatch):
 
     monkeypatch.setattr(torch, "npu", Npu, raising=False)
     monkeypatch.setattr(launch, "_jit", _FakeKernel)
-    _FakeKernel.tried = []
+    _FakeKernel.tried, _FakeKernel.launched = [], []
     return npu.describe("Ascend910B3")
 
 
@@ -268,7 +270,9 @@ def test_npu_falls_down_the_ladder(fake_npu):
     inputs = [torch.randn(3, 20_000, 128).bfloat16(), *(torch.randn(128).bfloat16() for _ in range(2))]
     for _ in range(2):
         run(inputs, [1e-5])
-    assert _FakeKernel.tried == [96, 48, 24, -24]
+    double = {"multibuffer": True}
+    assert _FakeKernel.tried == [(96, double), (48, double), (24, double)]
+    assert _FakeKernel.launched == [(24, double)]
     assert not run.reasons
 
 
@@ -276,17 +280,21 @@ def test_npu_does_without_double_buffering_at_last(fake_npu, monkeypatch):
     monkeypatch.setattr(_FakeKernel, "fits", 0.5)
     r = region("layer_norm", 128, "bf16")
     run, inputs = Runner(r, fake_npu, "off"), inputs_for(r, (2, 5))
-    run(inputs, [1e-5])
-    *tiles, last = _FakeKernel.tried
-    assert tiles == sorted(tiles, reverse=True) and last == (1, {"multibuffer": False})
+    for _ in range(2):
+        run(inputs, [1e-5])
+    *tries, last = _FakeKernel.tried
+    tiles = [rows for rows, _ in tries]
+    assert tiles == sorted(tiles, reverse=True)
+    assert all(options == {"multibuffer": True} for _, options in tries)
+    assert last == (1, {"multibuffer": False}) == _FakeKernel.launched[-1]
     assert not run.reasons
 
 
 def test_each_device_gets_its_own_options_only(fake_npu, monkeypatch):
-    """num_warps to CUDA; nothing to an NPU whose first tile fits; multibuffer never to CUDA."""
+    """num_warps to CUDA; multibuffer, whose default depends on the SoC, to an NPU and never to CUDA."""
     inputs = inputs_for(region("layer_norm", 128, "bf16"), (2, 5))
     Runner(region("layer_norm", 128, "bf16"), fake_npu, "off")(inputs, [1e-5])
-    assert not any(isinstance(tried, tuple) for tried in _FakeKernel.tried)
+    assert {str(options) for _, options in _FakeKernel.tried} == {"{'multibuffer': True}"}
     asked = []
 
     class Compiled:
