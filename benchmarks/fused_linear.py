@@ -79,9 +79,10 @@ class Chain:
         a = F.layer_norm(self.x, (self.hidden,), *self.affine, EPS)
         return F.linear(F.gelu(F.linear(a, self.up, self.up_bias)), self.down, self.down_bias)
 
-    def ours(self, first: GemmTile | None, second: GemmTile | None):
-        h, = self.first([self.x, *self.affine], [EPS], [self.up], [self.up_bias], config=first)
-        return self.second([h], [], [self.down], [self.down_bias], config=second)[0]
+    def ours(self, first: GemmTile, second: GemmTile):
+        """By the kernels with these tiles; Unsupported where the device has too little on-chip memory."""
+        h, = self.first.attempt([self.x, *self.affine, self.up, self.up_bias], [EPS], first)
+        return self.second.attempt([h, self.down, self.down_bias], [], second)[0]
 
     @property
     def floor(self) -> float:

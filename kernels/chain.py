@@ -21,7 +21,7 @@ a chain runs is said elsewhere (chain_ways.py); what it means, here: `evaluate` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -165,13 +165,14 @@ class Chain:
     @property
     def words(self) -> str:
         """`linear -> gelu -> linear`: what follows the norm, in short."""
-        return " -> ".join(_words(self))
+        return words_of(self.stages[1:])
 
 
-def _words(chain: Chain) -> list[str]:
+def words_of(stages: Sequence) -> str:
+    """`linear -> gelu -> linear`: what these stages do, in short."""
     words: list[str] = []
     fellows: list[LinearStage] = []
-    for stage in chain.stages[1:]:
+    for stage in stages:
         if isinstance(stage, LinearStage):
             fellows = [*fellows, stage] if fellows and fellows[0].value == stage.value else [stage]
             words[-1:] = [f"linear x{len(fellows)}"] if fellows[1:] else [*words[-1:], "linear"]
@@ -179,7 +180,7 @@ def _words(chain: Chain) -> list[str]:
         fellows = []
         body = [line.op for line in stage.region.body if line.op != "cast"]
         words.append(" ".join(_NAMED.get(tuple(body), body)))
-    return words
+    return " -> ".join(words)
 
 
 #: bodies that have a name of their own
@@ -206,11 +207,18 @@ def evaluate(chain: Chain, inputs: Sequence[torch.Tensor], scalars: Sequence[flo
     `run_region(stage, args, scalars)` gives a stage's outputs, `run_linear(stage, value, weight, bias)`
     a product. Without them this is the meaning of a chain, in plain torch, differentiable.
     """
-    run_region = run_region or _plain_region
-    run_linear = run_linear or _plain_linear
     values: dict[str, torch.Tensor] = dict(zip(chain.inputs, inputs))
-    numbers = dict(zip(chain.scalars, scalars))
-    for stage, spent in zip(chain.stages, chain.spent):
+    walk(zip(chain.stages, chain.spent), values, dict(zip(chain.scalars, scalars)),
+         run_region or _plain_region, run_linear, keep)
+    return {name: values[name] for name in dict.fromkeys((*chain.outputs, *keep))}
+
+
+def walk(stages: Iterable[tuple], values: dict[str, torch.Tensor], numbers: Mapping[str, float],
+         run_region: Callable, run_linear: Callable | None = None, keep: Sequence[str] = ()) -> None:
+    """Run `stages`, each with the values that are spent after it: adds their results to `values`, from which
+    what is spent and not in `keep` goes. The functions are those of `evaluate`."""
+    run_linear = run_linear or _plain_linear
+    for stage, spent in stages:
         if isinstance(stage, LinearStage):
             bias = None if stage.bias is None else values[stage.bias]
             values[stage.name] = run_linear(stage, values[stage.value], values[stage.weight], bias)
@@ -221,7 +229,6 @@ def evaluate(chain: Chain, inputs: Sequence[torch.Tensor], scalars: Sequence[flo
         for name in spent:
             if name not in keep:
                 del values[name]
-    return {name: values[name] for name in dict.fromkeys((*chain.outputs, *keep))}
 
 
 def operand(values: Mapping[str, torch.Tensor], ref) -> torch.Tensor:

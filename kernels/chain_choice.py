@@ -12,6 +12,8 @@ from functools import lru_cache, partial
 
 import torch
 
+from .compiling import CompileTimeout
+from .guard import _words, device_lost, out_of_memory
 from .layout import Unsupported
 from .measure import device_microseconds, host_microseconds, may_measure
 from .store import Store
@@ -35,6 +37,7 @@ class Choice:
             measured.
         reason: why nothing was measured, or what became of the kernels that were not.
         final: False where the next call should ask again.
+        lasting: False where other processes should measure again: something failed that may work there.
     """
 
     way: str
@@ -42,10 +45,12 @@ class Choice:
     times: dict[str, float] = field(default_factory=dict)
     reason: str = ""
     final: bool = True
+    lasting: bool = True
 
     def __str__(self) -> str:
         times = ", ".join(f"{name} {us:.1f} us" for name, us in self.times.items())
-        return self.way + (f" ({times})" if times else f" ({self.reason})" if self.reason else "")
+        words = "; ".join(filter(None, (times, self.reason)))
+        return f"{self.way} ({words})" if words else self.way
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,8 @@ class Question:
         text: the segment's.
         device: where the tensors are.
         rows: their number, rounded up to a power of two.
-        by_library, by_kernel: run it; return its results. `by_kernel` takes block shapes.
+        by_library, by_kernel: run it; return its results. `by_kernel` takes block shapes, and raises where
+            there is no kernel with them.
         unsupported: why there is no kernel, or None.
         configs: the block shapes worth measuring.
     """
@@ -82,39 +88,80 @@ def choose(question: Question) -> Choice:
     if not may_measure(question.device):
         return Choice(LIBRARY, reason="nothing can be measured here, or not during graph capture",
                       final=False)
-    choice = _measured(question, configs)
+    try:
+        choice = _measured(question, configs)
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        choice = Choice(LIBRARY, reason="out of memory while the ways were measured", lasting=False)
+    if not choice.lasting:
+        _release(question.device)  # not sooner: an exception's frames hold tensors
+        return choice
     _store.put(key, {"way": choice.way, "config": str(choice.config), "reason": choice.reason[:500],
                      "times": {name: round(us, 2) for name, us in choice.times.items()}})
     return choice
 
 
 def _measured(question: Question, configs: Sequence[object]) -> Choice:
+    """The fastest of the ways that run and give the library's results. A kernel that fails in any way is
+    dropped; what the library raises is raised."""
     times: dict[str, float] = {}
     dropped: list[str] = []
+    lasting = True
+
+    def drop(config: object, error: Exception) -> None:
+        nonlocal lasting
+        if device_lost(error):
+            raise error
+        lasting = lasting and isinstance(error, Unsupported)
+        dropped.append(f"{config}: {_reason(error)}")
+
     with torch.no_grad():
         wanted = question.by_library()
         times[LIBRARY] = best = device_microseconds(question.by_library, question.device)
         way, chosen = LIBRARY, None
         for config in configs:
+            by_kernel = partial(question.by_kernel, config)
             try:
-                if not agree(question.by_kernel(config), wanted):
+                if not agree(by_kernel(), wanted):
                     dropped.append(f"{config}: other results than the library")
                     continue
-                us = device_microseconds(partial(question.by_kernel, config), question.device)
-                times[str(config)] = us
-            except (Unsupported, torch.OutOfMemoryError) as why:
-                dropped.append(f"{config}: {why}")
+                us = times[str(config)] = device_microseconds(by_kernel, question.device)
+            except CompileTimeout as error:
+                drop(config, error)
+                dropped.append("no other kernel was tried")  # one is enough to wait for
+                break
+            except Exception as error:
+                drop(config, error)
                 continue
             if us * (MARGIN if way == LIBRARY else 1) < best:
                 way, chosen, best = ONE_KERNEL, config, us
         # Called plainly, so few rows are as fast as the host launches them: there too it must be no loss.
         if way == ONE_KERNEL:
-            host, library = (host_microseconds(call, question.device) for call in
-                             (partial(question.by_kernel, chosen), question.by_library))
-            if max(host, best) > max(library, times[LIBRARY]):
+            library = host_microseconds(question.by_library, question.device)
+            try:
+                host = host_microseconds(partial(question.by_kernel, chosen), question.device)
+            except Exception as error:
+                drop(chosen, error)
                 way, chosen = LIBRARY, None
-                dropped.append(f"the kernel keeps the host busy for {host:.1f} us, the library {library:.1f}")
-    return Choice(way, chosen, times, "; ".join(dropped))
+            else:
+                if max(host, best) > max(library, times[LIBRARY]):
+                    way, chosen = LIBRARY, None
+                    dropped.append(f"the kernel keeps the host busy for {host:.1f} us, "
+                                   f"the library {library:.1f}")
+    return Choice(way, chosen, times, "; ".join(dropped), lasting=lasting)
+
+
+def _reason(error: Exception) -> str:
+    """Why a kernel was dropped, in a line."""
+    known = isinstance(error, (Unsupported, CompileTimeout, torch.OutOfMemoryError))
+    return str(error) if known else _words(error)
+
+
+def _release(device: torch.device) -> None:
+    """Give back what measuring has reserved."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def agree(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:

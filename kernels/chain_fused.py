@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .chain import Chain, Part, RegionStage, name_of, operand
-from .fused_linear import FusedLinear, GemmTile, Projection
+from .fused_linear import FusedLinear, GemmTile, Projection, in_a_row
 from .fused_linear import Segment as Fusible
 
 
@@ -61,23 +61,31 @@ class FusedSegment:
                            self._of(self.pointwise, numbers), config)
         return dict(zip(self.names, results, strict=True))
 
+    def attempt(self, values: Mapping[str, torch.Tensor], numbers: Mapping[str, float],
+                config: GemmTile) -> dict[str, torch.Tensor]:
+        """As `call`, but by the kernel or not at all: see `FusedLinear.attempt`."""
+        results = self.run.attempt(self._row(values), self._scalars(numbers), config)
+        return dict(zip(self.names, results, strict=True))
+
     def bound(self, values: Mapping[str, torch.Tensor], config: GemmTile) -> Callable | None:
         """`call(values, numbers)` for values laid out as these, by the plan that a call with `config` has
-        made of them; None where there is none."""
+        made of them; None where there is none, or its kernel is still on trial."""
         plan = self.run.plan(self._row(values), config)
         if plan is None:
             return None
 
         def call(values, numbers):
-            results = plan(self._row(values), self._of(self.norm, numbers), self._of(self.pointwise, numbers))
-            return zip(self.names, results)
+            return zip(self.names, plan(self._row(values), (), self._scalars(numbers)))
 
         return call
 
     def _row(self, values: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """The kernel's tensors, in its order."""
-        first, weights, biases, extra = self.tensors(values)
-        return [*first, *weights, *[b for b in biases if b is not None], *extra]
+        return in_a_row(*self.tensors(values))
+
+    def _scalars(self, numbers: Mapping[str, float]) -> list[float]:
+        """The kernel's numbers, in its order."""
+        return [*self._of(self.norm, numbers), *self._of(self.pointwise, numbers)]
 
     @staticmethod
     def _of(stage: RegionStage | None, numbers: Mapping[str, float]) -> list[float]:

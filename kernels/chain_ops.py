@@ -6,17 +6,16 @@ norm's result and the activation's, which eager keeps as well, are computed agai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 from torch.autograd import forward_ad
-from torch.nn import functional as F
 
-from .chain import Chain, LinearStage, evaluate
+from .chain import Chain, evaluate
+from .chain_backward import chain_gradients
 from .chain_ways import ChainRunner
 from .launch import runs_reference
-from .ops import gradients_again
 from .settings import DEFAULT_SELF_CHECK
 
 
@@ -64,51 +63,7 @@ class _Chain(torch.autograd.Function):
     def backward(ctx, *grads):
         saved = ctx.saved_tensors
         inputs, kept = saved[:ctx.count], dict(zip(ctx.chain.kept, saved[ctx.count:]))
+        del saved
+        ctx.maybe_clear_saved_tensors()  # unless the graph is to be kept: what is kept goes when it was read
         found = chain_gradients(ctx.chain, inputs, ctx.scalars, kept, grads, ctx.needs_input_grad[2:])
         return (None, None, *found)
-
-
-def chain_gradients(chain: Chain, inputs: Sequence[torch.Tensor], scalars: Sequence[float],
-                    kept: dict[str, torch.Tensor], grads: Sequence[torch.Tensor | None],
-                    needs: Sequence[bool]) -> list[torch.Tensor | None]:
-    """Gradients of the chain's inputs, as autograd gives them for the plain chain.
-
-    `kept` are the values of `chain.kept`, `grads` those of the outputs (None for zero); entry i of the
-    result is None where `needs[i]` is False or the input reaches no output. Differentiable again where
-    grad mode is on."""
-    def product(stage: LinearStage, value, weight, bias):
-        given = kept.get(stage.name)
-        if given is None:  # only its gradient is asked for
-            columns = weight.shape[1 if stage.transposed else 0]
-            given = value.new_empty(1).expand(*value.shape[:-1], columns)
-        return _KnownProduct.apply(given.detach(), value, weight, bias, stage.transposed)
-
-    def run(leaves):
-        return tuple(evaluate(chain, leaves, scalars, run_linear=product).values())
-
-    return gradients_again(run, inputs, grads, needs)
-
-
-class _KnownProduct(torch.autograd.Function):
-    """A product whose value is known: forward computes nothing, backward is a linear layer's."""
-
-    @staticmethod
-    def forward(ctx, given, value, weight, bias, transposed):
-        ctx.transposed = transposed
-        ctx.save_for_backward(value, weight)
-        return given.view_as(given)
-
-    @staticmethod
-    def backward(ctx, grad):
-        value, weight = ctx.saved_tensors
-        _, needs_value, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        rows = grad.reshape(-1, grad.shape[-1])
-        found = [None, None, None]
-        if needs_value:
-            found[0] = F.linear(grad, weight if ctx.transposed else weight.t())
-        if needs_weight:
-            flat = value.reshape(-1, value.shape[-1])
-            found[1] = flat.t() @ rows if ctx.transposed else rows.t() @ flat
-        if needs_bias:
-            found[2] = rows.sum(0)
-        return (None, *found, None)

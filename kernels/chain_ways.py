@@ -18,13 +18,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from .chain import Chain, LinearStage, RegionStage, linear, operand
+from .chain import Chain, LinearStage, RegionStage, walk, words_of
 from .chain_choice import LIBRARY, Choice, Question, choose
 from .chain_fused import FusedSegment, fused_segment
-from .fused_linear import layouts
+from .fused_linear import FusedLinear, layouts
+from .fused_linear_check import SegmentRecord
 from .launch import MAX_PLANS
 from .ops import runner
 from .settings import DEFAULT_SELF_CHECK
@@ -84,14 +86,37 @@ class ChainRunner:
         self._bound: dict[tuple, list[Callable]] = {}
         self._decide = decide
         self._lock = threading.RLock()
-        #: an input of each segment that has all of its rows
-        self._whole = tuple(_whole(segment) for segment in self.segments)
-        self._fused = tuple(fused_segment(chain, segment) if whole else None
-                            for segment, whole in zip(self.segments, self._whole))
+        #: how often a segment has lost its kernel: what was bound before that is not used after it
+        self._rejections = 0
         regions = [stage for stage in chain.stages if isinstance(stage, RegionStage)]
         self._runners = {stage.names: runner(stage.region.text, self_check) for stage in regions}
+        #: an input of each segment that has all of its rows
+        self._whole = tuple(_whole(segment) for segment in self.segments)
+        self._fused = tuple(self._kernel(number, self_check) if whole else None
+                            for number, whole in enumerate(self._whole))
         self._spent = dict(zip((stage.names for stage in chain.stages), chain.spent))
+        #: the stages of each segment, with what is spent after them; and all that is spent in it
+        self._stages = tuple([(stage, self._spent[stage.names]) for stage in segment.stages]
+                             for segment in self.segments)
+        self._gone = tuple([name for _, spent in stages for name in spent] for stages in self._stages)
         self._over = {stage.names: self._reusable(stage) for stage in regions}
+
+    def _kernel(self, number: int, self_check: str) -> FusedSegment | None:
+        """Segment `number` as one kernel, whose record is told to that of the chain's norm."""
+        segment, first = self.segments[number], self.chain.stages[0]
+        norm = self._runners[first.names].record if isinstance(first, RegionStage) else None
+        words = words_of([stage for stage in segment.stages if stage is not segment.norm])
+        return fused_segment(self.chain, segment, partial(
+            FusedLinear, self_check=self_check, record=SegmentRecord(words, norm),
+            rejected=partial(self._forget, number)))
+
+    def _forget(self, number: int) -> None:
+        """Segment `number` has no kernel any more where it had one: ask again."""
+        with self._lock:
+            self._rejections += 1
+            self._bound.clear()
+            for key in [key for key in self.choices if key[0] == number]:
+                del self.choices[key]
 
     def __call__(self, inputs: Sequence[torch.Tensor],
                  scalars: Sequence[float] = ()) -> tuple[torch.Tensor, ...]:
@@ -109,50 +134,50 @@ class ChainRunner:
             if known is not None:
                 return self._run_bound(known, values, numbers)
         bound: list[Callable] | None = []
-        for number, segment in enumerate(self.segments):
-            fused, choice = self._fused[number], None
+        rejections = self._rejections
+        for number, fused in enumerate(self._fused):
+            choice = None
             if fused is not None and not keep:
                 choice = self._choice(number, fused, values, numbers)
             if choice is None or choice.way == LIBRARY:
-                self._library(segment, values, numbers, keep)
+                self._library(number, values, numbers, keep)
                 bound = None
             else:
                 before = dict(values)
-                self._one_kernel(segment, fused, choice, values, numbers)
+                self._one_kernel(number, fused.call, choice.config, values, numbers)
                 bound = self._with(bound, number, before, choice)
         if bound:
             with self._lock:
                 if len(self._bound) >= MAX_PLANS:
                     self._bound.clear()
-                self._bound[layouts(inputs)] = bound
+                if rejections == self._rejections:
+                    self._bound[layouts(inputs)] = bound
         return {name: values[name] for name in dict.fromkeys((*self.chain.outputs, *keep))}
 
-    def _library(self, segment: Segment, values: dict, numbers: dict, keep: Sequence[str] = ()) -> None:
-        for stage in segment.stages:
-            if isinstance(stage, LinearStage):
-                bias = None if stage.bias is None else values[stage.bias]
-                values[stage.name] = linear(values[stage.value], values[stage.weight], bias,
-                                            stage.transposed)
-            else:
-                self._region(stage, values, numbers, keep)
-            self._drop(stage, values, keep)
+    def _library(self, number: int, values: dict, numbers: dict, keep: Sequence[str] = ()) -> None:
+        walk(self._stages[number], values, numbers, partial(self._region, keep), keep=keep)
 
-    def _drop(self, stage: RegionStage | LinearStage, values: dict, keep: Sequence[str] = ()) -> None:
-        """Let go of what nothing reads after `stage`."""
-        for name in self._spent[stage.names]:
-            if name not in keep:
-                values.pop(name, None)
+    def _norm_ahead(self, number: int, values: dict, numbers: dict) -> None:
+        """The norm in front of a kernel that does not hold it."""
+        segment, fused = self.segments[number], self._fused[number]
+        if _norm_alone(segment, fused):
+            walk([(segment.norm, ())], values, numbers, partial(self._region, ()))
 
-    def _region(self, stage: RegionStage, values: dict, numbers: dict, keep: Sequence[str]) -> None:
-        args = [operand(values, arg) for arg in stage.args]
-        scalars = [numbers[name] for name in stage.scalars]
+    def _drop(self, number: int, values: dict) -> None:
+        """Let go of what nothing reads after segment `number`, which ran as one kernel."""
+        for name in self._gone[number]:
+            values.pop(name, None)
+
+    def _region(self, keep: Sequence[str], stage: RegionStage, args: Sequence[torch.Tensor],
+                scalars: Sequence[float]) -> Sequence[torch.Tensor]:
+        """A region by its kernel, over an input where that may be."""
         run, target = self._runners[stage.names], self._over[stage.names]
-        buffer = values[target] if target is not None and target not in keep else None
-        if buffer is not None and buffer.is_contiguous():
-            run.into(args, scalars, (buffer,))
-            values[stage.names[0]] = buffer
-        else:
-            values.update(zip(stage.names, run(args, scalars)))
+        if target is not None and target not in keep:
+            buffer = args[stage.args.index(target)]
+            if buffer.is_contiguous():
+                run.into(args, scalars, (buffer,))
+                return (buffer,)
+        return run(args, scalars)
 
     def _with(self, bound: list[Callable] | None, number: int, before: dict,
               choice: Choice) -> list[Callable] | None:
@@ -168,8 +193,7 @@ class ChainRunner:
         them is laid out as it was then."""
         for number, call in enumerate(bound):
             values.update(call(values, numbers))
-            for stage in self.segments[number].stages:
-                self._drop(stage, values)
+            self._drop(number, values)
         return {name: values[name] for name in self.chain.outputs}
 
     def ways(self) -> tuple[str, ...]:
@@ -179,13 +203,11 @@ class ChainRunner:
         return tuple(f"part {number + 1} of {len(self.segments)}, up to {rows} rows: {choice}"
                      for (number, _, rows, *_), choice in choices)
 
-    def _one_kernel(self, segment: Segment, fused: FusedSegment, choice: Choice, values: dict,
-                    numbers: dict) -> None:
-        if _norm_alone(segment, fused):
-            self._region(segment.norm, values, numbers, ())
-        values.update(fused.call(values, numbers, choice.config))
-        for stage in segment.stages:
-            self._drop(stage, values)
+    def _one_kernel(self, number: int, call: Callable, config: object, values: dict, numbers: dict) -> None:
+        """Segment `number` by `call`, one of its FusedSegment's."""
+        self._norm_ahead(number, values, numbers)
+        values.update(call(values, numbers, config))
+        self._drop(number, values)
 
     def _reusable(self, stage: RegionStage) -> str | None:
         """The product that `stage` may write its one result over: of the same shape and dtype, read by
@@ -214,32 +236,27 @@ class ChainRunner:
         key = (number, first.get_device(), bucket, *[values[name].stride() for name in read])
         choice = self.choices.get(key)
         if choice is None:
-            choice = self._ask(segment, fused, values, numbers, first.device, rows, bucket)
+            choice = self._ask(number, fused, values, numbers, first.device, rows, bucket)
             if choice.final:
                 with self._lock:
                     self.choices[key] = choice
         return choice
 
-    def _ask(self, segment, fused, values, numbers, device, rows, bucket) -> Choice:
+    def _ask(self, number, fused, values, numbers, device, rows, bucket) -> Choice:
         ready = dict(values)
         values = dict(values)  # as they are now, however often the ways are tried
-        if _norm_alone(segment, fused):
-            self._region(segment.norm, ready, numbers, ())
-        names = tuple(name for stage in segment.stages for name in stage.names
+        self._norm_ahead(number, ready, numbers)
+        names = tuple(name for stage, _ in self._stages[number] for name in stage.names
                       if name in fused.names)
 
         def by_library() -> list[torch.Tensor]:
             found = dict(values)
-            self._library(segment, found, numbers, keep=names)
+            self._library(number, found, numbers, keep=names)
             return [found[name] for name in names]
 
         def by_kernel(config) -> list[torch.Tensor]:
             found = dict(values)
-            call = None if _norm_alone(segment, fused) else fused.bound(found, config)
-            if call is not None:  # as later calls of the chain run
-                found.update(call(found, numbers))
-            else:
-                self._one_kernel(segment, fused, Choice("", config), found, numbers)
+            self._one_kernel(number, fused.attempt, config, found, numbers)
             return [found[name] for name in names]
 
         # The text of a segment without a norm names no sizes: those of its weights belong to the question.

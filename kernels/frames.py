@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import sys
-from functools import lru_cache
+
+#: Modules with frames that handle tensors in a launch. Those of chains are loaded by the first chain.
+MODULES = ("launch", "guard", "self_check", "reproduction", "record", "compiling", "triton_cache",
+           "directories", "reference", "fused_linear", "fused_linear_plan", "fused_linear_check",
+           "fused_linear_structure", "chain_ways", "chain_fused", "chain_choice", "measure")
+
+_skipped: set[str] = set()
 
 
-@lru_cache(maxsize=1)
 def skip_frames() -> None:
     """Has Dynamo skip the frames of launching and of the reference, where it meets them as frames of
     their own (after a graph break before a Runner)."""
     from torch._dynamo.eval_frame import skip_code
 
     found = []
-    for name in ("launch", "guard", "self_check", "reproduction", "record", "compiling", "triton_cache",
-                 "directories", "reference"):
-        module = sys.modules[f"{__package__}.{name}"]
+    for name in MODULES:
+        module = sys.modules.get(f"{__package__}.{name}")
+        if name in _skipped or module is None:
+            continue
+        _skipped.add(name)
         owners = [vars(module), *(vars(x) for x in vars(module).values() if isinstance(x, type))]
         for owner in owners:
             codes = [getattr(f, "__code__", None) for f in owner.values()

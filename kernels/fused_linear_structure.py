@@ -25,6 +25,7 @@ from .layout import INT32_MAX, VECTOR_BYTES, Layout, Unsupported, layout
 from .reference import TORCH_DTYPES
 from .reference import reference as region_reference
 from .region import DTYPES, NORMS, NormRegion, Operand, Output, dense_strides
+from .region import parse as parse_region
 
 #: Dtypes of A and of weights for which kernels exist: those that matrix units multiply exactly.
 DTYPES_SERVED = ("bf16", "f16")
@@ -97,6 +98,35 @@ class Segment:
 
     def __str__(self) -> str:
         return self.text
+
+
+def parse(text: str) -> Segment:
+    """The segment whose `text` this is.
+
+    Raises:
+        ValueError: it is no segment's.
+    """
+    parts: tuple[list[str], list[Projection], list[str]] = [], [], []
+    for line in text.split("\n"):
+        if line in _PROJECTIONS:
+            parts[1].append(_PROJECTIONS[line])
+        else:
+            parts[2 if parts[1] else 0].append(line)
+    norm, epilogue = (parse_region("\n".join(lines)) if lines else None for lines in (parts[0], parts[2]))
+    return Segment(norm, tuple(parts[1]), epilogue)
+
+
+_PROJECTIONS = {str(p): p for p in (Projection(bias, transposed) for bias in (False, True)
+                                    for transposed in (False, True))}
+
+
+def grouped(segment: Segment, tensors: Sequence[torch.Tensor]) -> tuple[list, list, list, list]:
+    """(norm inputs, weights, biases with None where there is none, epilogue inputs) of tensors in a row."""
+    rest = iter(tensors)
+    first = [next(rest) for _ in (segment.norm.inputs if segment.norm is not None else (0,))]
+    weights = [next(rest) for _ in segment.projections]
+    biases = [next(rest) if p.bias else None for p in segment.projections]
+    return first, weights, biases, list(rest)
 
 
 def reference(segment: Segment, norm_inputs: Sequence[torch.Tensor], norm_scalars: Sequence[float],

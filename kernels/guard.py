@@ -110,7 +110,7 @@ class Guard:
     def check(self, inputs, scalars, results) -> Finding | None:
         """What the comparison finds; None, with a note, where it could not be made."""
         try:
-            finding = compare(self.runner.region, inputs, scalars, results, self.kernel.source.tile.rows)
+            finding = self.compare(inputs, scalars, results)
         except Exception as error:
             if device_lost(error):
                 raise
@@ -124,10 +124,18 @@ class Guard:
         self.record.checked(finding)
         return finding
 
+    def compare(self, inputs, scalars, results) -> Finding:
+        """The kernel's results of a call against the reference."""
+        return compare(self.runner.region, inputs, scalars, results, self.kernel.source.tile.rows)
+
+    def reproduce(self, inputs, scalars, finding: Finding, where: str) -> str:
+        """Write the file that makes the comparison again; its path, or why there is none."""
+        return reproduction.write(self.runner.region.text, inputs, scalars, finding, where)
+
     def wrong(self, finding: Finding, inputs, scalars) -> Callable:
         """The plan in the place of a kernel that is outside the bound."""
         device, where = self.kernel.device, self.record.where()
-        path = reproduction.write(self.runner.region, inputs, scalars, finding, where)
+        path = self.reproduce(inputs, scalars, finding, where)
         message = (f"the kernel of {where} is wrong on {device}: {finding}. "
                    f"A file that reproduces it: {path}")
         if self.raises():

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from . import directories
-from .region import NormRegion
-from .settings import SAVE_INPUTS, switched_on
+from .self_check import Finding
+from .settings import INTERPRET, SAVE_INPUTS, switched_on
 
 #: The folder of the files, in `directories.cache_directory()`.
 FOLDER = "failed-self-checks"
@@ -32,7 +32,7 @@ _PROGRAM = '''\
 # On: {device} ({device_name}); Python {python}, {machine}
 # With: {versions}
 
-from ascend_ln_fuse.kernels.reproduction import run
+from {program} import run
 
 REGION = """\\
 {region}"""
@@ -47,16 +47,17 @@ if __name__ == "__main__":
 '''
 
 
-def write(region: NormRegion, inputs: Sequence[torch.Tensor], scalars: Sequence[float], finding: object,
-          where: str) -> str:
+def write(region: str, inputs: Sequence[torch.Tensor], scalars: Sequence[float], finding: object,
+          where: str, program: str = __name__) -> str:
     """Write the file for one call and return its path, or why there is none, in words.
 
+    `region` is the text that `run` of the module `program` takes, which the file calls.
     The tensors themselves are saved, beside it, only with ASCEND_LN_FUSE_SAVE_INPUTS=1.
     """
     device = inputs[0].device
     specs = [(tuple(x.shape), x.stride(), x.storage_offset(), str(x.dtype).rpartition(".")[2],
               x.data_ptr() % 16) for x in inputs]
-    name = hashlib.sha256(f"{region.text}{specs}{scalars}{device}".encode()).hexdigest()[:16]
+    name = hashlib.sha256(f"{region}{specs}{scalars}{device}".encode()).hexdigest()[:16]
     folder = directories.cache_directory() / FOLDER
     try:
         if why := directories.distrust(folder):
@@ -72,8 +73,8 @@ def write(region: NormRegion, inputs: Sequence[torch.Tensor], scalars: Sequence[
                     "machine": platform.platform(), "versions": _versions()}
         text = _PROGRAM.format(
             **{name: " ".join(str(comment).split()) for name, comment in comments.items()},
-            region=region.text, inputs=pprint.pformat(specs, width=100), scalars=list(map(float, scalars)),
-            device_type=device.type, saved=tensors.name if saved else None)
+            program=program, region=region, inputs=pprint.pformat(specs, width=100),
+            scalars=list(map(float, scalars)), device_type=device.type, saved=tensors.name if saved else None)
         _replace(path, lambda partial: partial.write_text(text, encoding="utf-8"))
         return str(path)
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
@@ -89,25 +90,31 @@ def run(text: str, inputs: Sequence[tuple], scalars: Sequence[float], device: st
     from .launch import Runner
     from .region import parse
     from .self_check import compare
-    from .settings import INTERPRET
 
-    if device == "cpu":
-        os.environ.setdefault(INTERPRET, "1")
-    region = parse(text)
-    if saved is None:
-        print("on random numbers: the tensors of the call were not saved")
-        generator = torch.Generator().manual_seed(0)
-        tensors = [_like(spec, generator, device) for spec in inputs]
-    else:
-        path = Path(sys.argv[0]).with_name(saved)
-        tensors = [_placed(x, spec, device) for x, spec in
-                   zip(torch.load(path, map_location="cpu", weights_only=True), inputs)]
+    region, tensors = parse(text), tensors_of(inputs, device, saved)
     runner = Runner(region, self_check="off")
     outputs = runner(tensors, scalars)
     if runner.reasons:
         print("no kernel ran:", "; ".join(runner.reasons))
         return 0
-    finding = compare(region, tensors, scalars, outputs)
+    return told(compare(region, tensors, scalars, outputs))
+
+
+def tensors_of(inputs: Sequence[tuple], device: str, saved: str | None) -> list[torch.Tensor]:
+    """The tensors of a file's call; those of a CPU are for kernels that Triton's interpreter runs."""
+    if device == "cpu":
+        os.environ.setdefault(INTERPRET, "1")
+    if saved is None:
+        print("on random numbers: the tensors of the call were not saved")
+        generator = torch.Generator().manual_seed(0)
+        return [_like(spec, generator, device) for spec in inputs]
+    path = Path(sys.argv[0]).with_name(saved)
+    return [_placed(x, spec, device) for x, spec in
+            zip(torch.load(path, map_location="cpu", weights_only=True), inputs)]
+
+
+def told(finding: Finding) -> int:
+    """Print what was found; the exit code."""
     print(f"{'within' if finding.within else 'OUTSIDE'} the bound: {finding}; "
           f"{finding.rows} of {finding.of} rows")
     return 0 if finding.within else 1

@@ -7,7 +7,7 @@ import pytest
 import torch
 from fused_linear_cases import NAMES, assert_right, case, check
 
-from ascend_ln_fuse.kernels import fused_linear
+from ascend_ln_fuse.kernels import fused_linear_plan
 from ascend_ln_fuse.kernels.fused_linear import FusedLinear, GemmTile, reference
 from ascend_ln_fuse.kernels.fused_linear_tiles import FEW, MANY, VECTOR
 
@@ -31,8 +31,8 @@ KINDS = {
 @pytest.fixture(autouse=True)
 def _poisoned(monkeypatch):
     """Outputs and what lies between kernels start as NaN: what is not written is seen."""
-    monkeypatch.setattr(fused_linear._Plan, "empty", lambda self, shape, dtype: torch.full(
-        shape, float("nan"), dtype=dtype, device=self.device))
+    monkeypatch.setattr(fused_linear_plan, "allocator", lambda device: (
+        lambda size, strides, dtype: torch.full(size, float("nan"), dtype=dtype, device=device)))
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))

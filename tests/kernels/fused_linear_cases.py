@@ -128,5 +128,6 @@ def assert_right(segment: Segment, arguments: tuple, outputs: tuple[torch.Tensor
 
 def check(run: FusedLinear, arguments: tuple, tile: GemmTile | None) -> tuple[torch.Tensor, ...]:
     outputs = run(*arguments, config=tile)
+    assert not run.record.fallback()  # the kernel's, not the reference's in its place
     assert_right(run.segment, arguments, outputs)
     return outputs

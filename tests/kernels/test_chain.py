@@ -1,5 +1,8 @@
 """Chains without a graph: their text, their ways, their gradients, and how a way is chosen."""
 
+import weakref
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
@@ -10,6 +13,8 @@ from ascend_ln_fuse.kernels.chain import Chain, LinearStage, Part, RegionStage, 
 from ascend_ln_fuse.kernels.chain_choice import LIBRARY, ONE_KERNEL, Choice, Question, agree, choose
 from ascend_ln_fuse.kernels.chain_ops import _Chain
 from ascend_ln_fuse.kernels.chain_ways import ChainRunner, segments
+from ascend_ln_fuse.kernels.compiling import CompileTimeout
+from ascend_ln_fuse.kernels.layout import Unsupported
 from ascend_ln_fuse.kernels.region import parse
 
 K, N = 32, 64
@@ -284,6 +289,106 @@ def test_a_kernel_without_memory_is_passed_over(clock):
     clock.update(slow=3.0)
     choice = choose(question(kernel=kernel))
     assert choice.config == "slow" and "fast: no memory" in choice.reason
+
+
+class CompilationError(Exception):
+    """Triton's has this name; it needs no Triton to be told from others."""
+
+
+FAILURES = [CompilationError("at 3:4: no such thing\nmore"), RuntimeError("PTXAS error: too many registers"),
+            TypeError("launcher() takes 3 arguments"), CompileTimeout("compiling took longer than 600 s"),
+            AssertionError(), Unsupported("out of resource: shared memory")]
+
+
+def failing(error, *which):
+    def kernel(config):
+        if config in which:
+            raise error
+        return by_kernel(config)
+
+    return kernel
+
+
+@pytest.mark.parametrize("error", FAILURES, ids=repr)
+def test_a_kernel_that_fails_is_dropped_and_the_report_says_why(clock, error):
+    clock.update(slow=3.0)
+    choice = choose(question(kernel=failing(error, "fast")))
+    word = str(error).split("\n")[0] or type(error).__name__
+    assert (choice.way, choice.config) == (ONE_KERNEL, "slow")
+    assert "fast: " in choice.reason and word in choice.reason and word in str(choice)
+    assert "\n" not in choice.reason
+    # Another process asks again, but where the device has not enough memory on chip for good.
+    known = chain_choice._store.get(chain_choice._key(question()))
+    assert (known is not None) is isinstance(error, Unsupported)
+
+
+@pytest.mark.parametrize("error", FAILURES, ids=repr)
+def test_the_library_runs_where_every_kernel_fails(clock, error):
+    choice = choose(question(kernel=failing(error, "slow", "fast", "wrong")))
+    assert choice.way == LIBRARY and choice.config is None and choice.times == {LIBRARY: 10.0}
+    assert choice.final  # not measured at every call
+
+
+def test_one_compiler_that_hangs_is_waited_for(clock):
+    tried = []
+
+    def kernel(config):
+        tried.append(config)
+        raise CompileTimeout("compiling took longer than 600 s")
+
+    assert "no other kernel was tried" in choose(question(kernel=kernel)).reason
+    assert tried == ["slow"]
+
+
+def test_a_kernel_that_fails_when_the_host_is_timed(clock, monkeypatch):
+    def host(call, device):
+        if hasattr(call, "args"):
+            raise RuntimeError("launch failed")
+        return 1.0
+
+    monkeypatch.setattr(chain_choice, "host_microseconds", host)
+    choice = choose(question(kernel=by_kernel))
+    assert choice.way == LIBRARY and "fast: RuntimeError: launch failed" in choice.reason
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1),
+                                   RuntimeError("CUDA error: an illegal memory access was encountered")],
+                         ids=repr)
+def test_what_ends_a_program_is_not_swallowed(clock, error):
+    with pytest.raises(type(error)):
+        choose(question(kernel=failing(error, "fast")))
+
+
+def test_what_the_library_raises_is_raised(clock):
+    def by_library():
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="mat1"):
+        choose(replace(question(kernel=by_kernel), by_library=by_library))
+
+
+@pytest.mark.parametrize("where", ["library", "timing"])
+def test_out_of_memory_while_measuring(clock, monkeypatch, where):
+    """The call in hand is the library's, nothing that was measured stays, and nothing is written."""
+    held, released = [], []
+
+    def by_library():
+        results = [torch.ones(3)]
+        held.append(weakref.ref(results[0]))
+        if where == "library":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return results
+
+    def no_memory(call, device):
+        kept = call()  # noqa: F841 - in the frames of the exception
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(chain_choice, "device_microseconds", no_memory)
+    monkeypatch.setattr(chain_choice, "_release", lambda device: released.append([x() for x in held]))
+    choice = choose(replace(question(kernel=by_kernel), by_library=by_library))
+    assert choice.way == LIBRARY and "out of memory" in choice.reason and choice.final
+    assert released == [[None] * len(held)] and held
+    assert chain_choice._store.get(chain_choice._key(question())) is None
 
 
 @pytest.mark.parametrize("ours, same", [

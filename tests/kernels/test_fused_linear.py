@@ -1,5 +1,6 @@
 """Segments with matrix products: the kernels through Triton's interpreter, against float64."""
 
+import contextlib
 import re
 import threading
 from dataclasses import replace
@@ -8,7 +9,7 @@ import pytest
 import torch
 from fused_linear_cases import EPS, LAYER_NORM, NAMES, assert_right, case, check, region
 
-from ascend_ln_fuse.kernels import fused_linear
+from ascend_ln_fuse.kernels import frames, fused_linear_plan
 from ascend_ln_fuse.kernels.fused_linear import FusedLinear, GemmTile, Projection, Segment
 from ascend_ln_fuse.kernels.fused_linear_codegen import generate
 from ascend_ln_fuse.kernels.fused_linear_structure import bind
@@ -35,8 +36,8 @@ KINDS = {
 @pytest.fixture(autouse=True)
 def _poisoned(monkeypatch):
     """Outputs and what lies between kernels start as NaN: what is not written is seen."""
-    monkeypatch.setattr(fused_linear._Plan, "empty",
-                        lambda self, shape, dtype: torch.full(shape, float("nan"), dtype=dtype))
+    monkeypatch.setattr(fused_linear_plan, "allocator", lambda device: (
+        lambda size, strides, dtype: torch.full(size, float("nan"), dtype=dtype)))
 
 
 def runner(segment) -> FusedLinear:
@@ -306,3 +307,102 @@ def test_results_do_not_depend_on_the_number_of_calls():
     for ours, again in zip(first, run(*args, config=KINDS["split"]), strict=True):
         assert torch.equal(ours, again)
     assert_right(one.segment, args, first)
+
+
+# -- what a launch costs the host --------------------------------------------------------------------
+
+
+class Gpu:
+    """What a launch on GPU 1 asks torch for, without a GPU."""
+
+    def __init__(self, monkeypatch, count: int):
+        self.current, self.asked, self.entered, self.launched = 1, 0, [], []
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "current_device", self.current_device)
+        monkeypatch.setattr(torch.cuda, "device", self.device)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: (index, "stream"),
+                            raising=False)
+
+    def current_device(self) -> int:
+        self.asked += 1
+        return self.current
+
+    @contextlib.contextmanager
+    def device(self, index):
+        self.entered.append(index)
+        before, self.current = self.current, index
+        yield
+        self.current = before
+
+    def plan(self, tile: GemmTile) -> tuple[fused_linear_plan.Plan, list]:
+        """A plan whose kernels are compiled, for the tensors that come with it."""
+        one = case("gelu", 80, 72)
+        norm_inputs, _, weights, biases, _, _ = one.arguments((1, 3))
+        bound = bind(one.segment, norm_inputs, weights, biases, [])
+        tensors = [*norm_inputs, *weights, *biases]
+        plan = fused_linear_plan.Plan(one.segment, bound, tile, cuda.describe("sm_90", 132), tensors)
+        plan.device, plan.index, plan.several = torch.device("cuda", 1), 1, torch.cuda.device_count() > 1
+        plan.ahead, plan.products, plan.reduction = plan._launches()
+        for launch in (plan.ahead, plan.products, plan.reduction):
+            if launch is not None:
+                launch.function = launch.metadata = None
+                launch.launch = lambda *args: self.launched.append((self.current, args[3]))
+        plan.ready = True
+        return plan, tensors
+
+
+@pytest.mark.parametrize("count, asked", [(1, 0), (2, 1)])
+def test_a_call_asks_once_for_the_current_device(count, asked, monkeypatch):
+    """Not for each of its three launches, and not at all on the only GPU; memory comes from the allocator's
+    own call, without torch's parser and dispatcher."""
+    gpu = Gpu(monkeypatch, count)
+    plan, tensors = gpu.plan(replace(DOT, split=2, norm_ahead=True))
+    monkeypatch.setattr(torch, "empty", None)
+    monkeypatch.setattr(torch, "empty_strided", None)
+    plan(tensors, (), [EPS])
+    assert gpu.asked == asked and not gpu.entered
+    assert gpu.launched == [(1, (1, "stream"))] * 3
+
+
+def test_a_call_runs_on_the_device_of_its_tensors(monkeypatch):
+    gpu = Gpu(monkeypatch, 2)
+    plan, tensors = gpu.plan(DOT)
+    gpu.current = 0
+    plan(tensors, (), [EPS])
+    assert gpu.entered == [1] and gpu.launched == [(1, (1, "stream"))] and gpu.current == 0
+
+
+def test_memory_on_a_gpu_comes_from_inductors_call(monkeypatch):
+    monkeypatch.undo()
+    made = object()
+    monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cuda", made, raising=False)
+    assert fused_linear_plan.allocator(torch.device("cuda", 0)) is made
+    monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cuda")
+    assert fused_linear_plan.allocator(torch.device("cuda", 0)) is not made
+    x = fused_linear_plan.allocator(torch.device("cpu"))((2, 3), (3, 1), torch.float16)
+    assert x.shape == (2, 3) and x.dtype == torch.float16
+
+
+def test_dynamo_does_not_trace_into_it(monkeypatch):
+    """After a graph break in front of it, the frames of a first call are none that Dynamo compiles. Without
+    Triton's interpreter, whose own frames are no concern here."""
+    monkeypatch.undo()
+    monkeypatch.setattr(frames, "_skipped", set())  # other tests had a function of theirs in the module
+    monkeypatch.setattr(fused_linear_plan._Interpreted, "__call__", lambda self, tensors, scalars: None)
+    one = case("gelu", 80, 72)
+    run, arguments = FusedLinear(one.segment, TARGET, self_check="off"), one.arguments((1, 3))
+    traced = []
+
+    def backend(graph, inputs):
+        traced.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=backend)
+    def model(x):
+        y = x + 1
+        torch._dynamo.graph_break()
+        return run([y, *arguments[0][1:]], *arguments[1:], config=DOT)[0] + 1
+
+    with torch.no_grad():
+        model(arguments[0][0])
+    assert len(traced) == 2, [str(graph.graph) for graph in traced]
