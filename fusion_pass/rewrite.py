@@ -31,7 +31,8 @@ def rewrite(lens: Lens, taken: Taken, traceable: bool, self_check: str) -> Graph
     graph = Graph()
     graph._codegen = copy.deepcopy(lens.graph._codegen)  # how inputs and outputs are packed
     env: dict[Node, Node] = {}
-    views: dict = {}
+    #: per segment of the graph: a view taken under no_grad has no gradient elsewhere
+    views: dict[int, dict] = {}
     schedule = taken.schedule()
     for site in taken.sites:
         for piece in site.pieces if isinstance(site, ChainSite) else (site,):
@@ -39,7 +40,8 @@ def rewrite(lens: Lens, taken: Taken, traceable: bool, self_check: str) -> Graph
     interior = {node for site in taken.sites for node in site.interior}
     for unit in schedule:
         if isinstance(unit, (Site, ChainSite)):
-            _insert(graph, unit, env, views, traceable, self_check)
+            known = views.setdefault(lens.segment[unit.anchor], {})
+            _insert(graph, unit, env, known, traceable, self_check)
         elif unit not in interior:
             env[unit] = _copy(graph, unit, env)
     graph.lint()

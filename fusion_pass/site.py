@@ -185,6 +185,7 @@ class Assembler:
         self.normal_shape = first.shape
         value = lens.tensor(result if regroup is None else regroup.args[0])
         self.device = value.device
+        self.segment = lens.segment[result]
         self.flat = len(first.shape)
         self.rank = value.dim()
         #: the normalised dim is moved to the end of every operand
@@ -339,9 +340,9 @@ class Assembler:
 
     def _place(self, node: Node, steps) -> tuple:
         """What an operand reads, in words that are the same for equal views of one tensor (cos[None] of
-        q's embedding, and of k's)."""
+        q's embedding, and of k's). A view of another segment is itself: under no_grad it has no gradient."""
         lens = self.lens
-        while lens.is_view(node) and not lens.is_mutated(node) and \
+        while lens.segment[node] == self.segment and lens.is_view(node) and not lens.is_mutated(node) and \
                 (lens.is_identity(node) or lens.kind(node) in STRIDE_FREE_VIEWS):
             if not lens.is_identity(node):
                 steps = (Step.of(node), *steps)

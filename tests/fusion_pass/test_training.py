@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from checks import fresh, tensors
+from checks import assert_within_bound, fresh, tensors
 from torch import nn
 from torch.nn import functional as F
 
@@ -163,6 +163,54 @@ def test_no_grad_within_a_graph(inner):
         assert (a is None) == (b is None)
         torch.testing.assert_close(a, b)
     assert sum(r.fused for r in last_reports()) == 3
+
+
+def test_a_view_under_no_grad_is_not_read_elsewhere():
+    """Both sites read `scale` through one view; made under no_grad, it would give the second no gradient."""
+    def f(x, scale):
+        with torch.no_grad():
+            y = F.rms_norm(x, (16,)) * scale.float().transpose(0, 1)
+        return y + F.rms_norm(x * 2, (16,)) * scale.float().transpose(0, 1)
+
+    x, scale = torch.randn(4, 5, 16), torch.randn(5, 4, 16, dtype=torch.bfloat16, requires_grad=True)
+    compiled = torch.compile(f, backend="ascend_ln_fuse", options=OFF)
+    ours, eager = (torch.autograd.grad(run(x, scale).square().sum(), scale) for run in (compiled, f))
+    torch.testing.assert_close(ours, eager)
+    assert last_reports()[-1].fused == 2
+
+
+@pytest.mark.parametrize("spell", [lambda w: w.unsqueeze(0), lambda w: w.view_as(w), lambda w: w[None, :]])
+def test_a_view_under_no_grad_is_no_equal_view(spell):
+    """Two views of one tensor in one site, one of them without a gradient."""
+    def f(x, w):
+        with torch.no_grad():
+            c = spell(w)
+        return F.rms_norm(x, (16,)) * c + spell(w)
+
+    x, w = torch.randn(4, 16), torch.randn(16, requires_grad=True)
+    compiled = torch.compile(f, backend="ascend_ln_fuse", options=OFF)
+    ours, eager = (torch.autograd.grad(run(x, w).square().sum(), w) for run in (compiled, f))
+    torch.testing.assert_close(ours, eager)
+    assert last_reports()[-1].fused == 1
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0, 100.0])
+def test_the_gradient_of_a_handwritten_norm_keeps_its_digits(offset):
+    """Rows whose mean is far larger than their deviation. PyTorch's backward for the CPU is out of bound."""
+    def norm(x):
+        centred = x - x.mean(-1, keepdim=True)
+        return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + 1e-6)
+
+    x, weights = offset + torch.randn(64, 48) / 10, torch.randn(64, 48)
+
+    def gradient(run, dtype):
+        leaf = x.to(dtype, copy=True).requires_grad_()
+        return torch.autograd.grad((run(leaf) * weights.to(dtype)).sum(), leaf)[0]
+
+    compiled = torch.compile(norm, backend="ascend_ln_fuse", options=OFF)
+    assert_within_bound(gradient(compiled, torch.float32), gradient(norm, torch.float32),
+                        gradient(norm, torch.float64))
+    assert last_reports()[-1].fused == 1
 
 
 @pytest.mark.parametrize("first", ["grad", "no grad"])

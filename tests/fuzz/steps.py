@@ -255,10 +255,7 @@ def _handwritten(b: Builder, value: str, dim: int, form: int, spelling: int, mor
     var = add(f"{var} + {eps}")
     last = (f"{c} * torch.rsqrt({var})", f"{c} / torch.sqrt({var})", f"torch.rsqrt({var}) * {c}",
             f"{c} * {var} ** -0.5", f"{c} * (1 / {var}.sqrt())", f"{c} * {var}.rsqrt()")[form // 8 % 6]
-    if more % 16 == 15:  # what only looks like a norm: the statistics are those of another value
-        other = b.pick(form, lambda t: t.shape == b.tensor(value).shape and t is not b.tensor(value))
-        last = f"{other} * torch.rsqrt({var})"
-    y = add(last)
+    y = add(last if more % 8 != 6 else _no_norm(b, value, x, c, var, form, size, keep))
     if wide and spelling % 3 == 1:
         y = add(f"{y}.to({value}.dtype)")
     if form // 64 % 2 and dim == -1:
@@ -269,6 +266,20 @@ def _handwritten(b: Builder, value: str, dim: int, form: int, spelling: int, mor
     return steps
 
 
+def _no_norm(b: Builder, value: str, x: str, c: str, var: str, form: int, size: int, keep: str) -> str:
+    """The last step of what only looks like a norm: the variance is divided by one number less, eps is
+    added to the standard deviation, or the statistics are those of another value."""
+    kind = form // 2 % 4
+    if kind == 0:
+        return f"{c} * torch.rsqrt({x}.var({keep}) + 1e-5)"
+    if kind == 1:
+        return f"{c} * torch.rsqrt(({c} * {c}).sum({keep}) / {size - 1} + 1e-5)"
+    if kind == 2:
+        return f"{c} / (torch.sqrt({var}) + 0.1)"
+    other = b.pick(form, lambda t: t.shape == b.tensor(value).shape and t is not b.tensor(value))
+    return f"{other} * torch.rsqrt({var})"
+
+
 @step(1)
 def packed(b: Builder, g: Genes) -> None:
     """q, k and v of one argument, q and k normalised."""
@@ -277,11 +288,58 @@ def packed(b: Builder, g: Genes) -> None:
     unbind = ("{}.unbind(2)", "{}.unbind(dim=-3)", "{}.permute(2, 0, 3, 1, 4).unbind(0)")[g[1] % 3]
     q, k, _ = b.let(unbind.format(x), "unbind, chunk, split", 3)
     weight = b.vector(lane, 0, b.dtype)
-    for name in (q, k):
-        forms = (f"F.rms_norm({name}, ({lane},), {weight}, 1e-6)",
-                 f"F.layer_norm({name}, ({lane},), {weight})",
+    for name, eps in ((q, EPS[g[3] % 2]), (k, EPS[g[3] // 2 % 2])):
+        forms = (f"F.rms_norm({name}, ({lane},), {weight}, {eps})",
+                 f"F.layer_norm({name}, ({lane},), {weight}, eps={eps})",
                  f"F.rms_norm({name}.float(), ({lane},)).to({name}.dtype) * {weight}")
         b.let(forms[g[2] % 3], "library norm")
+
+
+#: two different parts of one tensor of twice the lane (`{0}`, of lane `{1}`), then of two rows of it
+HALVES = (("{0}[..., :{1}]", "{0}[..., {1}:]"), ("{0}.chunk(2, -1)[0]", "{0}.chunk(2, -1)[1]"),
+          ("{0}.narrow(-1, 0, {1})", "{0}.narrow(-1, {1}, {1})"),
+          ("{0}.split({1}, dim=-1)[1]", "{0}.split({1}, dim=-1)[0]"))
+ROWS = (("{0}.select(1, 0)", "{0}.select(1, 1)"), ("{0}[:, 0]", "{0}[:, 1]"),
+        ("{0}.unbind(1)[1]", "{0}.unbind(1)[0]"), ("{0}[:, :1].squeeze(1)", "{0}[:, 1:].squeeze(1)"))
+#: norms of `{0}` with two parts of one tensor as operands, `{2}` and `{3}`
+CONDITIONED = ("{1} * (1 + {2}) + {3}", "{3} + {1} * (1 + {2})", "({1} + {2}) * F.silu({3})",
+               "{1} * {2} - {3}", "torch.addcmul({3}, {1}, {2})")
+
+
+@step(2)
+def conditioned(b: Builder, g: Genes) -> None:
+    """A norm modulated by two parts of one tensor, as adaLN's shift and scale; or two norms, each by one.
+
+    Each part is taken of a cast or scaled copy of its own, or of the tensor itself: what a site takes in is
+    then one tensor, seen through two views that differ in nothing but their arguments. Now and then the first
+    is read under no_grad, and the second is the same part."""
+    value = b.pick(g[0], rows)
+    t = b.tensor(value)
+    shape, lane = tuple(t.shape), t.shape[-1]
+    middle = (1,) * (len(shape) - 2)
+    if g[1] % 2:
+        memory, parts = (shape[0], *middle, 2 * lane), HALVES[g[1] // 2 % 4]
+    else:
+        memory, parts = (shape[0], 2, *middle, lane), ROWS[g[1] // 2 % 4]
+    source = b.parameter(memory, b.other if g[1] >= 192 else b.dtype)
+    copy = ("{0}.float()", "({0} * 2)", "{0}.to({1}.dtype)", "{0}", "{0}.to(torch.bfloat16)")[g[2] % 5]
+    one, two = (part.format(copy.format(source, value), lane) for part in parts)
+    normal = (f"F.layer_norm({{0}}, ({lane},))", f"F.rms_norm({{0}}, ({lane},), None, 1e-6)")[g[2] // 8 % 2]
+    form = g[3] % 8
+    if form < len(CONDITIONED):
+        parted = [b.let(part, "parts of one tensor", inner=True)[0] for part in (one, two)]
+        b.let(CONDITIONED[form].format(value, normal.format(value), *parted), "parts of one tensor")
+    elif form == 5:
+        b.let(f"{normal.format(f'{value} + {one}')} * {two}", "parts of one tensor")
+    else:
+        before = b.context
+        if form == 7:
+            two, b.context = one, ("no_grad",)
+        try:
+            first, = b.let(f"{normal.format(value)} * {one}", "parts of one tensor", inner=True)
+        finally:
+            b.context = before
+        b.let(f"{first} + {normal.format(f'{value} * 2')} * {two}", "parts of one tensor")
 
 
 @step(1)

@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from checks import assert_within_bound
 
 from fuzz.check import Mismatch, _Session, check
+from fuzz.mutants import MUTANTS, programs_until_found
 from fuzz.program import Parameter, Program, Step
 from fuzz.reduce import reduced
 from fuzz.run import fuzz
@@ -70,6 +72,28 @@ def test_it_sees_what_is_wrong(what, monkeypatch):
     monkeypatch.setattr(_Session, "_compile", compile_wrong)
     with pytest.raises(Mismatch):
         check(replace(PROGRAM, grad="training", route="aten"))
+
+
+def test_the_bound_decides_no_tie_by_the_noise_of_its_reference():
+    """A gradient that is zero: eager is off by 2**-13, ours by twice that, float64 by 3e-12."""
+    eager, exact = torch.tensor([2.0 ** -13]), torch.tensor([-3e-12], dtype=torch.float64)
+    assert_within_bound(-2 * eager, eager, -exact)
+    assert_within_bound(2 * eager, eager, exact)
+    with pytest.raises(AssertionError, match="exceeds the bound"):
+        assert_within_bound(2.00001 * eager, eager, exact)
+    with pytest.raises(AssertionError, match="exceeds the bound"):
+        assert_within_bound(exact + 1e-20, exact, exact)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_up_to_date(name):
+    with MUTANTS[name].active():
+        pass
+
+
+@pytest.mark.parametrize("name", ["views keyed without their arguments", "no rounding by a cast"])
+def test_it_finds_bugs_put_in_on_purpose(name):
+    assert programs_until_found(MUTANTS[name], 100) is not None
 
 
 def test_a_failing_program_is_made_small():
