@@ -11,6 +11,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,6 +32,12 @@ from .rewrite import rewrite
 from .select import select
 from .site import Decline, Site
 
+#: Inner compilers that run each product as it is written. Others see through products, but not through ours.
+RUN_AS_WRITTEN = ("eager", "aot_eager", "cudagraphs", "npugraphs")
+
+#: What mode="reduce-overhead" means on devices that can replay a graph; others have no launches to save.
+_GRAPH_COMPILERS = {"cuda": "cudagraphs", "npu": "npugraphs"}
+
 _graph_numbers = itertools.count()
 _lock = threading.Lock()
 
@@ -46,6 +53,9 @@ def ascend_ln_fuse(gm: GraphModule, example_inputs, *,
         ValueError, TypeError: for an unknown or ill-typed option, naming the valid ones.
     """
     chosen = parse_options(options)
+    if chosen.inner == "eager" and kwargs.get("mode") == "reduce-overhead":
+        del kwargs["mode"]
+        chosen = replace(chosen, inner=_GRAPH_COMPILERS.get(_device_type(example_inputs), "eager"))
     inner = _inner_compiler(chosen.inner)
     if inner is None and kwargs:  # torch.compile(mode=...)
         given = ", ".join(f"{name}={value!r}" for name, value in kwargs.items())
@@ -53,6 +63,12 @@ def ascend_ln_fuse(gm: GraphModule, example_inputs, *,
                       "options={'inner': ...} names a compiler for it", stacklevel=2)
     fuse_module(gm, chosen)
     return gm.forward if inner is None else inner(gm, example_inputs, **kwargs)
+
+
+def _device_type(inputs) -> str:
+    """The type of the accelerator that the graph has tensors on, else "cpu"."""
+    types = [x.device.type for x in inputs if isinstance(x, torch.Tensor)]
+    return next((kind for kind in types if kind != "cpu"), "cpu")
 
 
 def fuse_module(gm: GraphModule, chosen: Options) -> FusionReport:
@@ -114,8 +130,8 @@ def _fuse_graph(graph: Graph, options: Options) -> tuple[Graph | None, list[Site
     candidates = [candidate(lens, found, claimed, no_grad) for found in norms]
     taken, lost = select(lens, candidates, claimed)
     join_packed(lens, taken)
-    if options.inner == "eager":  # another compiler sees through products, but not through ours
-        extend_chains(lens, taken)
+    if options.inner in RUN_AS_WRITTEN:
+        extend_chains(lens, taken, differentiable=options.inner == "eager")
     by_out = {found.norm.out: found.norm for found in norms}
     declined = [_declined(lens, c.anchor, c.reason, by_out[c.anchor]) for c in lost]
     declined += [_declined(lens, node, why) for node, why in refused]

@@ -24,8 +24,8 @@ def rewrite(lens: Lens, taken: Taken, traceable: bool, self_check: str) -> Graph
     """The graph with the taken sites fused.
 
     Args:
-        traceable: call `torch.ops.ascend_ln_fuse.region`, which another compiler can trace, instead of
-            the launcher itself, which costs less per call.
+        traceable: call `torch.ops.ascend_ln_fuse.region` (or `chain`), which another compiler can trace,
+            instead of the launcher itself, which costs less per call.
         self_check: the option of that name.
     """
     graph = Graph()
@@ -59,13 +59,14 @@ def _insert(graph: Graph, site: Site | ChainSite, env: dict, views: dict, tracea
             self_check: str) -> None:
     inputs = [_operand(graph, node, steps, env, views) for node, steps in site.inputs]
     scalars = [env[s] if isinstance(s, Node) else s for s in site.scalars]
-    if isinstance(site, ChainSite):
-        op = graph.call_function(chain_call(site.chain, self_check), (*inputs, *scalars))
-    elif traceable:
-        args = (site.region.text, inputs, scalars)
-        op = graph.call_function(torch.ops.ascend_ln_fuse.region.default, args, {"self_check": self_check})
+    fused = site.chain if isinstance(site, ChainSite) else site.region
+    if traceable:
+        name = "chain" if isinstance(site, ChainSite) else "region"
+        op = graph.call_function(getattr(torch.ops.ascend_ln_fuse, name).default,
+                                 (fused.text, inputs, scalars), {"self_check": self_check})
     else:
-        op = graph.call_function(python_call(site.region, self_check), (*inputs, *scalars))
+        call = chain_call if isinstance(site, ChainSite) else python_call
+        op = graph.call_function(call(fused, self_check), (*inputs, *scalars))
     _keep_meta(op, site.anchor)
     single = len(site.outputs) == 1 and not traceable
     for number, (node, finish) in enumerate(zip(site.outputs, site.finishes)):

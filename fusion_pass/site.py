@@ -302,6 +302,10 @@ class Assembler:
         fake = self.lens.tensor(node)
         if fake is None:
             raise Decline("an operand is no tensor", node)
+        if steps and fake.requires_grad and _foreign_to_autocast(fake):
+            # Eager takes the view of the cast result. The backward of a split is a `cat`, which autocast
+            # refuses for a half-precision dtype that is not its own.
+            raise Decline("a view above a cast, of a dtype that autocast does not know", node)
         fake = replay(fake, steps)
         if self.to_end and fake.dim():
             widen = tuple(Step.method("unsqueeze", 0) for _ in range(self.rank - fake.dim()))
@@ -376,6 +380,13 @@ class Assembler:
         if dims:
             dims[-1] = self.space[-1] if same(fake.shape[-1], self.space[-1]) else 1
         return tuple(dims)
+
+
+def _foreign_to_autocast(fake: torch.Tensor) -> bool:
+    """Whether autocast is on, and `fake` of a half-precision dtype that is not autocast's."""
+    kind = fake.device.type
+    return fake.dtype in (torch.bfloat16, torch.float16) and kind != "meta" and \
+        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != fake.dtype
 
 
 def replay(fake: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:

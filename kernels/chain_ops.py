@@ -2,6 +2,9 @@
 
 Differentiable. For backward a chain keeps its inputs and the products that an activation reads; the
 norm's result and the activation's, which eager keeps as well, are computed again.
+
+`torch.ops.ascend_ln_fuse.chain(text, inputs, scalars, *, self_check) -> outputs` is the same for graphs that
+another compiler traces, and for inference alone: it has no gradient.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ from torch.autograd import forward_ad
 
 from .chain import Chain, evaluate
 from .chain_backward import chain_gradients
+from .chain_text import parse_chain
 from .chain_ways import ChainRunner
 from .launch import runs_reference
+from .ops import region_fake
 from .settings import DEFAULT_SELF_CHECK
 
 
@@ -67,3 +72,36 @@ class _Chain(torch.autograd.Function):
         ctx.maybe_clear_saved_tensors()  # unless the graph is to be kept: what is kept goes when it was read
         found = chain_gradients(ctx.chain, inputs, ctx.scalars, kept, grads, ctx.needs_input_grad[2:])
         return (None, None, *found)
+
+
+# The dispatcher's form.
+
+_LIBRARY = torch.library.Library("ascend_ln_fuse", "FRAGMENT")
+_LIBRARY.define("chain(str text, Tensor[] inputs, float[] scalars, *, "
+                f"str self_check='{DEFAULT_SELF_CHECK}') -> Tensor[]")
+
+
+def _chain(text, inputs, scalars, *, self_check=DEFAULT_SELF_CHECK):
+    chain = parse_chain(text)
+    if inputs[0].device.type == "cpu" and runs_reference(inputs[0].device):
+        return list(evaluate(chain, inputs, scalars).values())
+    return list(chain_runner(chain, self_check)(inputs, scalars))
+
+
+def _chain_fake(text, inputs, scalars, *, self_check=DEFAULT_SELF_CHECK):
+    """Shapes alone: torch's own fakes would compare symbolic sizes, and so add guards."""
+    def product(stage, value, weight, bias):
+        return value.new_empty((*value.shape[:-1], weight.shape[1 if stage.transposed else 0]))
+
+    return list(evaluate(parse_chain(text), inputs, scalars, lambda stage, args, _: region_fake(
+        stage.region, args), product).values())
+
+
+def _no_gradient(ctx, *grads):
+    raise RuntimeError("ascend_ln_fuse: the chain of a graph that was traced without gradients cannot be "
+                       "differentiated")
+
+
+_LIBRARY.impl("chain", _chain, "CompositeExplicitAutograd")
+torch.library.register_fake("ascend_ln_fuse::chain", _chain_fake, lib=_LIBRARY)
+torch.library.register_autograd("ascend_ln_fuse::chain", _no_gradient, lib=_LIBRARY)

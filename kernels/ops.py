@@ -150,7 +150,11 @@ def _region(text, inputs, scalars, *, self_check=DEFAULT_SELF_CHECK):
 
 
 def _region_fake(text, inputs, scalars, *, self_check=DEFAULT_SELF_CHECK):
-    region = parse(text)
+    return region_fake(parse(text), inputs)
+
+
+def region_fake(region: NormRegion, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Outputs of `region` without values, for fakes: the shapes, strides and dtypes, without a guard."""
     sizes = broadcast_sizes(region, [x.shape for x in inputs])
     return [inputs[0].new_empty_strided(sizes, dense_strides(sizes, out.order),
                                         dtype=TORCH_DTYPES[out.dtype]) for out in region.outputs]

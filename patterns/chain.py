@@ -30,12 +30,19 @@ from ..site import NUMBERS, Decline, Norm, Site, Step, assemble, pointwise_args,
 MAX_POINTWISE = 16
 
 
-def extend_chains(lens: Lens, taken: Taken) -> None:
-    """Replace taken sites by the longest chains that begin with them; others stay as they are."""
+def extend_chains(lens: Lens, taken: Taken, differentiable: bool = True) -> None:
+    """Replace taken sites by the longest chains that begin with them; others stay as they are.
+
+    differentiable: also where gradients are recorded.
+    """
     for site in taken.sites:
         if len(site.norms) != 1 or site.norms[0].out in lens.transformed:
             continue
+        if not differentiable and any(lens.tensor(node).requires_grad for node in site.outputs):
+            continue
         for chain in _proposals(lens, site, taken):
+            if not differentiable and any(lens.tensor(node).requires_grad for node in chain.outputs):
+                continue
             if taken.replace([site], chain) is None:
                 break
 

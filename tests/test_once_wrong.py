@@ -207,3 +207,21 @@ def test_a_tensor_that_is_one_row(shape, normalised, path):
     ours, eager = compiled(f)(x, w), f(x, w)
     assert last_reports()[-1].fused == 1
     assert_within_bound(ours, eager, f(x.double(), w.double()))
+
+
+def test_backward_under_autocast_of_a_view_of_another_half():
+    """The fuzzer's: a split taken of the fp16 tensor, instead of its cast, has a `cat` in its backward, which
+    bf16 autocast refuses."""
+    def f(x, y):
+        a, b = y.float().split(6, dim=-1)[1], y.float().split(6, dim=-1)[0]
+        return b + F.layer_norm(x, (6,)) * (1 + a)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        found = []
+        for call in (f, compiled(f)):
+            torch.manual_seed(0)
+            leaves = torch.randn(4, 6).requires_grad_(), torch.randn(4, 12).half().requires_grad_()
+            found.append(torch.autograd.grad(call(*leaves).sum(), leaves))
+    for ours, eager in zip(*found):
+        torch.testing.assert_close(ours, eager)
+    assert last_reports()[-1].fused == 1

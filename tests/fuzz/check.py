@@ -24,8 +24,10 @@ from .program import BATCH, CONTEXTS, SECOND_BATCH, Program
 #: Draws of arguments over which errors are compared, as if all were one tensor, where those of one draw
 #: are out of bound: on a tensor of a few numbers eager is now and then right by luck.
 DRAWS = 16
-#: and calls on arguments a rounding step off, of each of them (see `_Session._trio`)
-NOISE = 4
+#: and calls on arguments a rounding step off, of each of them (see `_Session._trio`); more where these do
+#: not do, because a gradient that all but cancels (of what scales a norm's input) now and then is a thousand
+#: times as far off as most times, in eager as in ours
+NOISE = (4, 32)
 
 OFF = Options(report="off")
 
@@ -189,15 +191,14 @@ class _Session:
                 raise Mismatch(f"yields {_layout(b)}, eager {_layout(a)}")
         if all(a is None or _identical(a, b) for a, b in zip(eager.values, ours.values)):
             return False
-        try:
-            _assert_within_bound([self._trio(0, batch, eager, ours)])
-        except AssertionError:
-            trios = [self._trio(seed, batch, *(run(seed) if seed else (eager, ours)), noise=NOISE)
-                     for seed in range(DRAWS)]
-            try:
-                _assert_within_bound(trios)
-            except AssertionError as error:
-                raise Mismatch(str(error)) from None
+        reason = _excess([self._trio(0, batch, eager, ours)])
+        for noise in NOISE if reason else ():
+            reason = _excess([self._trio(seed, batch, *(run(seed) if seed else (eager, ours)), noise=noise)
+                              for seed in range(DRAWS)])
+            if not reason:
+                break
+        if reason:
+            raise Mismatch(reason)
         return False
 
     def _trio(self, seed: int, batch: int, eager: Run, ours: Run, noise: int = 0) -> tuple[Run, Run, Run]:
@@ -300,15 +301,19 @@ def _seen(program: Program, outputs, made, leaves, memory) -> Run:
                (*aliases, *(v.requires_grad for v in values)), len(gradients))
 
 
-def _assert_within_bound(trios: Sequence[tuple[Run, Run, Run]]) -> None:
-    """The bound of tests/checks.py for (eager, ours, exact) of several draws, as if each value were one
-    tensor over all of them."""
+def _excess(trios: Sequence[tuple[Run, Run, Run]]) -> str:
+    """What is out of the bound of tests/checks.py for (eager, ours, exact) of several draws, as if each
+    value were one tensor over all of them; nothing where all is within."""
     for position, value in enumerate(trios[0][0].values):
         if value is None:
             continue
         eager, ours, exact = (torch.cat([trio[i].values[position].reshape(-1) for trio in trios])
                               for i in range(3))
-        assert_within_bound(ours, eager, exact)
+        try:
+            assert_within_bound(ours, eager, exact)
+        except AssertionError as error:
+            return str(error)
+    return ""
 
 
 def _farther(low, moved, exact) -> torch.Tensor | None:

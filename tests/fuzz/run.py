@@ -95,7 +95,8 @@ def _fuzz(count: int, number: int, tally: Tally) -> str | None:
         if not failing:
             raise
         small = reduced(failing[0], lambda program: _failure(program) is not None)
-        return f"{small.source()}\n# {_failure(small)}\n"
+        found = f"seed {number} of Hypothesis, program {tally.graphs}"
+        return f"{small.source()}\n# {_failure(small)}\n# {found}\n"
     return None
 
 

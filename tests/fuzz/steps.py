@@ -23,10 +23,11 @@ BINARY = ("{0} + {1}", "{0} * {1}", "{0} - {1}", "{1} + {0}", "{0} * (1 + {1})",
           "{0}.add({1}, alpha=2)", "{1} - {0}", "torch.sigmoid({1}) * {0}", "{0} * F.silu({1})",
           "torch.mul({1}, {0})", "{0} / (2 + {1})", "torch.maximum({0}, {1})", "{0} + {1} * 0.5",
           "torch.addcmul({0}, {0}, {1})", "torch.where({0} > 0, {0}, {1})", "torch.lerp({0}, {1}, 0.5)")
+# No number but 0 is written everywhere: of rows of equal values a norm gives their rounding errors.
 WRITES = ("{0}.add_({1})", "{0}.mul_(0.5)", "{0} += {1}", "{0} *= 0.5", "{0}[..., 0] = 0", "{0}[:1] = 0.5",
           "{0}.copy_({1})", "{0}.zero_()", "F.relu({0}, inplace=True)", "{0}[..., :2].mul_(2)",
           "{0}.transpose(-1, -2).add_(1)", "{0}.clamp_(-1, 1)", "{0}.add_({1}, alpha=0.5)",
-          "torch.add({0}, {1}, out={0})", "{0}.fill_(0.5)", "F.silu({0}, inplace=True)", "{0}.neg_()",
+          "torch.add({0}, {1}, out={0})", "{0}.relu_()", "F.silu({0}, inplace=True)", "{0}.neg_()",
           "{0}.masked_fill_({0} > 0, 0.5)", "{0} -= {1}", "{0}[..., 1:2] = {0}[..., :1]",
           "torch.mul({0}, 2, out={0})", "{0}.lerp_({1}, 0.5)", "{0}.unbind(0)[0].add_(1)",
           "{0}.addcmul_({0}, {0}, value=0.1)")
