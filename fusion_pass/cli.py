@@ -1,4 +1,5 @@
-"""The command `ascend-ln-fuse`: explain and check a model without an NPU, read a profile of one.
+"""The command `ascend-ln-fuse`: explain and check a model without an NPU, read a profile of one; measure a
+model's kernels ahead on an accelerator.
 
 Results go to stdout, as tables or with --json; progress and whatever the user's code prints go to
 stderr. Exit codes: 0; 1 when a check fails; 2 when what was asked cannot be done.
@@ -63,7 +64,7 @@ class _Commands(click.Group):
 def main(traceback: bool) -> None:
     """What ascend_ln_fuse does to a model on an Ascend NPU, seen without one.
 
-    Nothing here measures or predicts a time.
+    Nothing but `tune`, which runs on the accelerator that is there, measures a time.
     """
 
 
@@ -140,6 +141,39 @@ def check(target: str, soc: str, verify: bool, jobs: int, grad: bool, as_json: b
     else:
         show_evidence(found, reports, soc, _tools())
     sys.exit(int(failed))
+
+
+@main.command()
+@click.argument("target", metavar="FILE:FUNCTION")
+@click.option("--device", metavar="NAME", help="Where to run, such as cuda:1; by default the accelerator.")
+@_grad_option
+@_json_option
+def tune(target: str, device: str | None, grad: bool, as_json: bool) -> None:
+    """Compile and measure a model's kernels ahead, on this machine's accelerator.
+
+    Runs the model that FILE:FUNCTION returns, with its weights, on its inputs, and keeps what was measured
+    where later processes of the same user find it (ASCEND_LN_FUSE_CACHE_DIR). For other numbers of rows, run
+    it with other inputs.
+    """
+    from .loading import load_example
+    from .screens import show_tuned
+    from .tuning import device_for_tuning
+    from .tuning import tune as run
+
+    chosen = device_for_tuning(device)
+    with contextlib.redirect_stdout(sys.stderr), _progress("graphs") as step:
+        example, graphs = load_example(target, empty=False), 0
+
+        def count(report) -> None:
+            nonlocal graphs
+            graphs += 1
+            step(graphs, None)
+
+        tuned = run(example, chosen, grad=grad, progress=count)
+    if as_json:
+        _print_json({"target": target, **tuned.to_dict()})
+    else:
+        show_tuned(tuned)
 
 
 @main.command()

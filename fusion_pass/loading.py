@@ -36,8 +36,10 @@ class Example:
     kwargs: Mapping[str, Any]
 
 
-def load_example(target: str) -> Example:
-    """The model and inputs of "model.py:build". The model's parameters are on the meta device.
+def load_example(target: str, empty: bool = True) -> Example:
+    """The model and inputs of "model.py:build".
+
+    empty: the model's parameters are on the meta device, whatever the function does.
 
     Raises:
         LoadError: no such file or function, it does not import, it fails, or it returns no model.
@@ -47,7 +49,7 @@ def load_example(target: str) -> Example:
         raise LoadError(f"{target!r} is not FILE:FUNCTION, as in model.py:build")
     function = _function(_module(Path(file)), name, file)
     try:
-        with empty_parameters():
+        with empty_parameters() if empty else contextlib.nullcontext():
             result = function()
     except (Exception, SystemExit) as error:  # sys.exit() in a model must not pass for success
         raise LoadError(f"{name}() in {file} failed: {describe(error, file)}") from error

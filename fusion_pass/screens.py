@@ -13,11 +13,13 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from .kernels.directories import cache_directory
 from .profile import FusedSite, Profile
 from .report import FUSED, FusionReport, grouped, render, traffic, visible
 
 if TYPE_CHECKING:
     from .kernels.ascend.evidence import Evidence
+    from .tuning import Tuned
 
 #: Lines of sites under a kernel.
 MAX_SITES = 4
@@ -96,6 +98,23 @@ def show_evidence(found: Sequence[Evidence], reports: Sequence[FusionReport], so
     versions = " and ".join(f"{name} {version}" for name, version in tools.items())
     console.print(Text(f"Compiled for {soc} by {versions}, up to the closed last step. "
                        "Nothing ran on an NPU.", style="dim"))
+
+
+def show_tuned(tuned: Tuned) -> None:
+    """For each site, or equal sites, how it runs now, and the times that decided."""
+    console = _console()
+    for report in tuned.reports:
+        console.print(Text(report.headline(), style="bold"))
+        for place, sites in grouped(report.sites):
+            if sites[0].status != FUSED:
+                continue
+            console.print(Text(place + (f"  x{len(sites)}" if len(sites) > 1 else "")))
+            lines = dict.fromkeys(line for site in sites
+                                  for line in (*site.chain_ways(), site.fallback_words()) if line)
+            for line in lines or ["one kernel; there was nothing to choose"]:
+                console.print(Text("  " + visible(line), "dim"))
+    console.print(Text(f"Ran on {tuned.device} in {tuned.seconds:.1f} s. Later processes find what was "
+                       f"measured in {cache_directory()}.", "dim"))
 
 
 def _sites_of(reports: Sequence[FusionReport]) -> dict[str, list[str]]:

@@ -97,7 +97,7 @@ def trace(example: Example, options: Options | None = None, grad: bool = False,
         with _quiet(), _no_device(), mode, torch.set_grad_enabled(grad), torch._dynamo.config.patch(limits):
             torch.compile(example.model, backend=backend)(*args, **kwargs)
     except (Exception, SystemExit) as error:
-        raise TraceError(f"the model does not run on fake tensors: {_cause(error)}") from error
+        raise TraceError(f"the model does not run on fake tensors: {cause(error)}") from error
     finally:
         torch._dynamo.reset()
     return reports
@@ -148,7 +148,7 @@ def _nothing(record: logging.LogRecord) -> bool:
     return False
 
 
-def _cause(error: BaseException) -> str:
+def cause(error: BaseException) -> str:
     """The innermost error, the user's line, and a word on why where fakes are to blame."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
@@ -160,7 +160,8 @@ def _cause(error: BaseException) -> str:
     frames = re.findall(r'File "([^"]+)", line (\d+)', str(error).partition("from user code")[2])
     frames = frames or [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
     own = [(path, line) for path, line in frames
-           if not re.search(r"[\\/]torch[\\/]", path) and path != __file__ and not path.startswith("<")]
+           if not re.search(r"[\\/]torch[\\/]", path) and Path(path).parent != Path(__file__).parent and
+           not path.startswith("<")]
     if own:
         path, line = own[-1]
         text += f" ({Path(path).name}:{line})"
