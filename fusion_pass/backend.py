@@ -23,6 +23,7 @@ from .chain_site import ChainSite
 from .graph import Lens, hint, module_path, source_line
 from .kernels.chain_ops import chain_runner
 from .kernels.ops import runner
+from .kernels.settings import compile_seconds
 from .options import Options, parse_options, strict
 from .patterns import candidate, find_norms
 from .patterns.chain import extend_chains
@@ -53,6 +54,7 @@ def ascend_ln_fuse(gm: GraphModule, example_inputs, *,
         ValueError, TypeError: for an unknown or ill-typed option, naming the valid ones.
     """
     chosen = parse_options(options)
+    compile_seconds()  # a wrong value is said here, not laid at a kernel's door
     if chosen.inner == "eager" and kwargs.get("mode") == "reduce-overhead":
         del kwargs["mode"]
         chosen = replace(chosen, inner=_GRAPH_COMPILERS.get(_device_type(example_inputs), "eager"))
@@ -149,7 +151,9 @@ def _reports(lens: Lens, taken: Site | ChainSite, self_check: str):
     call = _call(site)
     outcome = runner(site.region.text, self_check).record  # tells reports later of checks and fallbacks
     ways = chain_runner(chain, self_check) if chain is not None else None
-    found = [(part.anchor, _fused(lens, site, part, call, ways, outcome)) for part in site.parts or (site,)]
+    behind = tuple(map(_call, taken.pieces[1:])) if isinstance(taken, ChainSite) else ()
+    found = [(part.anchor, _fused(lens, site, part, call, behind, ways, outcome))
+             for part in site.parts or (site,)]
     for _, report in found:
         outcome.name_site(report.where)
     return found
@@ -172,7 +176,7 @@ def _nested(graph: Graph) -> list[SiteReport]:
     return found
 
 
-def _fused(lens: Lens, site: Site, part: Site, call, ways, outcome) -> SiteReport:
+def _fused(lens: Lens, site: Site, part: Site, call, behind, ways, outcome) -> SiteReport:
     """The report of `part`, which is `site` itself or one of those that share its launch."""
     # The last word of a path: a name that is the same in every layer keeps layers in one row.
     others = [module_path(other.anchor).rpartition(".")[2] or source_line(other.anchor)
@@ -184,7 +188,8 @@ def _fused(lens: Lens, site: Site, part: Site, call, ways, outcome) -> SiteRepor
         bytes_before=cost.bytes_before(lens, part), bytes_after=cost.bytes_after(lens, part),
         symbolic=any(not isinstance(n, int) for fake in part.fakes for n in fake.shape),
         note=f"one launch with {', '.join(others)}" if others else "",
-        chain=ways.chain.words if ways is not None else "", call=call, record=outcome, chain_runner=ways)
+        chain=ways.chain.words if ways is not None else "", call=call, calls_behind=behind, record=outcome,
+        chain_runner=ways)
 
 
 def _declined(lens: Lens, node, decline: Decline, norm=None):

@@ -39,6 +39,9 @@ def check_norm(lens: Lens, norm: Norm) -> None:
         raise Decline("the norm's value or result is no plain tensor", norm.out)
     if norm.out not in norm.interior or norm.value in norm.interior:
         raise Decline("the norm's nodes must hold its result and not its input", norm.out)
+    read = [x for x in (norm.value, norm.weight, norm.bias, norm.eps) if isinstance(x, Node)]
+    if any(lens.position.get(x, len(lens.nodes)) >= lens.position[norm.out] for x in read):
+        raise Decline("the norm reads what comes after its result, or is not in the graph", norm.out)
     if not same_shape(value.shape, out.shape):
         raise Decline("the norm's result has another shape than its input", norm.out)
     dims = [norm.axis] if norm.axis is not None else range(-len(norm.shape), 0)

@@ -48,21 +48,23 @@ class SiteReport:
     symbolic: bool = False  # the byte counts are for the sizes seen at compile time
     note: str = ""
     chain: str = ""  # "linear -> gelu -> linear": what follows the norm in the same op
-    # These change while the model runs (kernel_name, self_check_words, fallback_words, chain_ways); as
-    # fields they are set in reports read from JSON.
+    # What the methods of such names tell (kernel_name, ...), some of it while the model runs; as fields they
+    # are set in reports read from JSON.
     kernel: str = field(default="", compare=False)
     self_check: str = field(default="", compare=False)
     fallback: str = field(default="", compare=False)
     ways: tuple[str, ...] = field(default=(), compare=False)
+    kernels_behind: tuple[str, ...] = field(default=(), compare=False)
     # Asked for names and sources only where those are shown: generating a kernel costs milliseconds.
     call: Call | None = field(default=None, compare=False, repr=False)
+    calls_behind: tuple[Call, ...] = field(default=(), compare=False, repr=False)
     record: Record | None = field(default=None, compare=False, repr=False)
     chain_runner: ChainRunner | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.status not in (FUSED, DECLINED):
             raise ValueError(f"status must be {FUSED!r} or {DECLINED!r}, not {self.status!r}")
-        for name in ("kernels_removed", "hidden_kernels", "ways"):
+        for name in ("kernels_removed", "hidden_kernels", "ways", "kernels_behind"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
     def kernel_name(self) -> str:
@@ -72,6 +74,14 @@ class SiteReport:
             return self.kernel
         kernel = self.call.kernel()
         return kernel.name if kernel else ""
+
+    def kernels_behind_names(self) -> tuple[str, ...]:
+        """Names of the kernels for what is pointwise behind the products of the site's chain, where PyTorch
+        runs the products (always so on Ascend); as `kernel_name`, which is the norm's."""
+        if self.kernels_behind or self.status != FUSED:
+            return self.kernels_behind
+        kernels = (call.kernel() for call in self.calls_behind)
+        return tuple(kernel.name for kernel in kernels if kernel)
 
     def self_check_words(self) -> str:
         """What the comparisons of the site's kernel with plain PyTorch have found so far; "" before the
@@ -91,7 +101,8 @@ class SiteReport:
     def to_dict(self) -> dict[str, Any]:
         """Every field but those that reach into the process, as plain JSON values."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _LIVE}
-        values |= {"kernel": self.kernel_name(), "self_check": self.self_check_words(),
+        values |= {"kernel": self.kernel_name(), "kernels_behind": self.kernels_behind_names(),
+                   "self_check": self.self_check_words(),
                    "fallback": self.fallback_words(), "ways": self.chain_ways()}
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
@@ -103,7 +114,7 @@ class SiteReport:
 
 
 #: Fields of a SiteReport that reach into the process; JSON has what they tell instead.
-_LIVE = {"call", "record", "chain_runner"}
+_LIVE = {"call", "calls_behind", "record", "chain_runner"}
 
 
 @dataclass(frozen=True, repr=False)

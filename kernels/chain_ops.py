@@ -20,7 +20,7 @@ from .chain_backward import chain_gradients
 from .chain_text import parse_chain
 from .chain_ways import ChainRunner
 from .launch import runs_reference
-from .ops import region_fake
+from .ops import no_tangents, region_fake
 from .settings import DEFAULT_SELF_CHECK
 
 
@@ -82,6 +82,7 @@ _LIBRARY.define("chain(str text, Tensor[] inputs, float[] scalars, *, "
 
 
 def _chain(text, inputs, scalars, *, self_check=DEFAULT_SELF_CHECK):
+    no_tangents()
     chain = parse_chain(text)
     if inputs[0].device.type == "cpu" and runs_reference(inputs[0].device):
         return list(evaluate(chain, inputs, scalars).values())

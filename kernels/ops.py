@@ -145,7 +145,15 @@ _LIBRARY.define("region_backward(str text, Tensor[] inputs, float[] scalars, Ten
                 "bool[] given, bool[] needs) -> Tensor[]")
 
 
+def no_tangents() -> None:
+    """Raises RuntimeError inside of forward-mode AD: tangents would be lost in silence, since the dispatcher
+    shows them to no kernel."""
+    if forward_ad._current_level >= 0:
+        raise RuntimeError("ascend_ln_fuse: forward-mode AD of a fused norm needs options={'inner': 'eager'}")
+
+
 def _region(text, inputs, scalars, *, self_check=DEFAULT_SELF_CHECK):
+    no_tangents()
     return list(_runner(text, self_check)(inputs, scalars))
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from .pointwise import torch_function
@@ -34,22 +35,20 @@ _LANE_FUNCTIONS = {"rotate_half": _rotate_half, "rotate_pairs": _rotate_pairs}
 
 def _layer_norm(x: torch.Tensor, lane: tuple[int, ...], weight: torch.Tensor | None,
                 bias: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """`F.layer_norm` whose gradient is as exact as that of a norm written out.
+    """`F.layer_norm`, but written out where its derivatives are worse than those of a norm written out.
 
-    PyTorch's backward for the CPU takes the mean out last (`a * dy + b * x + c`), and so loses mean/std of
-    its digits; eager does not where a model centres by hand. A row's mean is a constant to the gradient,
-    since the norm does not depend on it. The values stay, to the bit, those of `F.layer_norm(x)`. A row
-    whose sum overflows is not centred. fp32 alone: bf16 and fp16 are computed in fp32 inside, and float64
-    has digits to spare. A norm with a weight of its own is one of PyTorch's, and eager's gradient as it is.
+    Models that write their norm out have a region's norm without a weight (it is a line of its own).
+    PyTorch's backward of `F.layer_norm` for the CPU takes the mean out last (`a * dy + b * x + c`), and so
+    loses mean/std of its digits; and its third derivative, and the gradient of its forward derivative, are
+    wrong in torch 2.13 (they take the statistics for constants). bf16 and fp16 are computed in fp32 inside.
     """
-    if not (x.requires_grad and torch.is_grad_enabled() and x.device.type == "cpu" and
-            x.dtype == torch.float32 and weight is None and bias is None):
+    written_out = weight is None and bias is None and x.dtype in (torch.float32, torch.float64) and (
+        forward_ad._current_level >= 0 or
+        x.requires_grad and torch.is_grad_enabled() and x.device.type == "cpu")
+    if not written_out:
         return F.layer_norm(x, lane, weight, bias, eps)
-    centred = x - x.detach().mean(-1, keepdim=True).nan_to_num(0.0, 0.0, 0.0)
-    y = F.layer_norm(centred, lane, weight, bias, eps)
-    with torch.no_grad():  # backward keeps the input and the statistics, not y
-        y.copy_(F.layer_norm(x, lane, weight, bias, eps))
-    return y
+    centred = x - x.mean(-1, keepdim=True)
+    return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
 
 
 def reference(region: NormRegion, inputs: Sequence[torch.Tensor],

@@ -114,6 +114,10 @@ def _file_name(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:32] + ".json"
 
 
+#: Files of a store, and those that a process was about to put in their place.
+_OURS = re.compile(r"[0-9a-f]{32}\.json(\..*)?\Z")
+
+
 def _read(path: Path) -> str | None:
     """The text of a plain file of this user's of at most MAX_BYTES."""
     # Not through a link; and no waiting for the writer of a pipe that lies there under this name.
@@ -165,7 +169,7 @@ def _write(path: Path, text: str) -> bool:
 def _trim(folder: Path) -> None:
     """Remove the oldest files beyond MAX_FILES, what killed processes left half-written among them."""
     try:
-        names = os.listdir(folder)
+        names = [name for name in os.listdir(folder) if _OURS.match(name)]
         if len(names) <= MAX_FILES:
             return
         def age(name: str) -> float:

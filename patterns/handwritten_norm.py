@@ -83,6 +83,8 @@ def _readings(lens: Lens, node: Node):
 class _Matcher:
     def __init__(self, lens: Lens, out: Node):
         self.lens, self.out, self.trail = lens, out, _Trail({out})
+        #: the `std` that stands for the root itself, where there is one: anywhere else it is no variance
+        self.own_root: Node | None = None
 
     def norm(self, value: Node, scale: Node, inverse: bool) -> Norm:
         # Cheap refusal first: this runs on every product of the graph.
@@ -108,8 +110,9 @@ class _Matcher:
     def _factors(self, node: Node) -> Iterator[tuple[Node, Node | None]]:
         """(part, weight) for each way to read `node` as a part times a vector, itself first."""
         yield node, None
-        if self.lens.kind(node) == "mul" and len(node.args) == 2:
-            for part, vector in (node.args, node.args[::-1]):
+        word, args = self._operation(node)
+        if word == "mul" and len(args) == 2:
+            for part, vector in (args, args[::-1]):
                 if lens_rank(self.lens, vector) == 1 and \
                         lens_rank(self.lens, part) == lens_rank(self.lens, node):
                     yield part, vector
@@ -128,7 +131,7 @@ class _Matcher:
         node = self._kept(node)
         if base_name(node) == "rsqrt_":
             self._decline_in_place(node)
-        word, args = self.lens.kind(node), node.args
+        word, args = self._operation(node)
         if word == "rsqrt":
             return self._step(node, args[0])
         if word == "pow" and len(args) == 2 and args[1] == -0.5:
@@ -144,11 +147,12 @@ class _Matcher:
     def _std(self, node: Node) -> Node:
         """The variance of which `node` is the root."""
         node = self._kept(node)
-        word, args = self.lens.kind(node), node.args
+        if self.lens.kind(node) == "std":
+            self.own_root = node
+            return node
+        word, args = self._operation(node)
         if word == "sqrt" or (word == "pow" and len(args) == 2 and args[1] == 0.5):
             return self._step(node, args[0])
-        if word == "std":
-            return node  # its own statistic
         if word == "add":
             self._decline_eps_on_std(node)
         raise _NoNorm
@@ -197,12 +201,12 @@ class _Matcher:
     def _statistic(self, node: Node) -> _Stat:
         node = self._kept(node)
         word = self.lens.kind(node)
-        if word in ("var", "std"):
+        if word == "var" or node is self.own_root:
             return self._variance(node)
         if word == "getitem" and self.lens.kind(node.args[0]) == "var_mean" and node.args[1] == 0:
             self.trail.through(node)
             return self._variance(node.args[0])
-        if word == "sub":
+        if word == "sub" and not node.kwargs:
             return self._moments(node)
         if word in ("square", "pow"):
             root = self._kept(self._square(node))
@@ -221,7 +225,8 @@ class _Matcher:
         rest = call.args[2:]
         unbiased = bound.get("unbiased", rest[0] if rest and isinstance(rest[0], bool) else None)
         correction = bound.get("correction", None if unbiased is None else int(unbiased))
-        if "dim" not in bound or isinstance(bound["dim"], bool):
+        if isinstance(bound.get("dim"), bool) or \
+                not {"input", "dim"} <= bound.keys() <= {"input", "dim", "keepdim", "unbiased", "correction"}:
             raise _NoNorm
         dims = self._dims(bound["dim"], bound["input"])
         if correction != 0:
@@ -251,9 +256,9 @@ class _Matcher:
     def _mean(self, node: Node) -> tuple[Node, tuple[int, ...]]:
         """(what `node` is the mean of, over which dims counted from the end)."""
         node = self._kept(node)
-        word, args = self.lens.kind(node), node.args
-        if word == "mean":
+        if self.lens.kind(node) == "mean":
             return self._reduced(node)
+        word, args = self._operation(node)
         if word == "mul" and len(args) == 2 and isinstance(args[0], (int, float)):
             args = args[::-1]
         if word in ("div", "mul") and len(args) == 2 and isinstance(args[0], Node):
@@ -279,7 +284,8 @@ class _Matcher:
 
     def _reduced(self, node: Node) -> tuple[Node, tuple[int, ...]]:
         bound = _bound(node)
-        if "dim" not in bound or bound.get("dtype") not in (None, torch.float32, torch.float64):
+        if not {"input", "dim"} <= bound.keys() <= {"input", "dim", "keepdim", "dtype"} or \
+                bound.get("dtype") not in (None, torch.float32, torch.float64):
             raise _NoNorm
         dims = self._dims(bound["dim"], bound["input"])
         self.trail.through(node)
@@ -322,7 +328,7 @@ class _Matcher:
     def _square(self, node: Node) -> Node:
         """x of x^2."""
         node = self._uncast(node)
-        word, args = self.lens.kind(node), node.args
+        word, args = self._operation(node)
         if word == "square" or (word == "pow" and len(args) == 2 and args[1] in (2, 2.0)):
             return self._step(node, args[0])
         if word == "mul" and len(args) == 2 and isinstance(args[0], Node) and \
@@ -420,6 +426,11 @@ class _Matcher:
     def _through(self, node: Node, result: Node) -> Node:
         self.trail.through(node)
         return result
+
+    def _operation(self, node: Node) -> tuple[str | None, tuple]:
+        """The kind of a pointwise node and its operands; nothing where a keyword (alpha, rounding_mode,
+        out) makes it another operation."""
+        return (None, ()) if node.kwargs else (self.lens.kind(node), node.args)
 
     def _step(self, node: Node, arg) -> Node:
         if not isinstance(arg, Node):

@@ -225,3 +225,97 @@ def test_backward_under_autocast_of_a_view_of_another_half():
     for ours, eager in zip(*found):
         torch.testing.assert_close(ours, eager)
     assert last_reports()[-1].fused == 1
+
+
+def mu(x):
+    return x.mean(-1, keepdim=True)
+
+
+def sd(x):
+    return x.std(-1, keepdim=True, unbiased=False)
+
+
+@pytest.mark.parametrize("f", [
+    lambda x: (x - mu(x)) * torch.rsqrt(sd(x) + 1e-5),
+    lambda x: (x - mu(x)) / torch.sqrt(sd(x)),
+    lambda x: (x - mu(x)) / torch.sqrt(sd(x) + 1e-5),
+    lambda x: (x - mu(x)) * sd(x) ** -0.5,
+    lambda x: x * torch.rsqrt(torch.div(x.pow(2).sum(-1, keepdim=True), 64, rounding_mode="floor") + 1e-5),
+    lambda x: (x - torch.div(x.sum(-1, keepdim=True), 64, rounding_mode="trunc")) * torch.rsqrt(
+        x.var(-1, keepdim=True, unbiased=False) + 1e-5),
+    lambda x: (x - mu(x)) * torch.rsqrt(
+        torch.sub(x.pow(2).mean(-1, keepdim=True), mu(x).pow(2), alpha=0.5) + 1e-5),
+], ids=["rsqrt of std", "sqrt of std", "sqrt of std and eps", "std to -0.5", "floored mean of squares",
+        "truncated mean", "alpha in the moments"])
+def test_what_is_no_norm_is_no_norm(f):
+    """A root of a deviation, and keywords that make another operation of a mean or a difference."""
+    x = torch.randn(4, 64) * 2 + 0.7
+    assert_within_bound(compiled(f)(x), f(x), f(x.double()))
+    assert not last_reports()[-1].fused
+
+
+@pytest.mark.parametrize("f", [lambda x: (x - mu(x)) / sd(x), lambda x: (x - mu(x)) * sd(x).reciprocal(),
+                               lambda x: (x - mu(x)) * torch.rsqrt(sd(x) ** 2 + 1e-5),
+                               lambda x: (x - mu(x)) / torch.sqrt(sd(x).square() + 1e-5)])
+def test_a_deviation_where_it_belongs_is_fused(f):
+    x = torch.randn(4, 64) * 2 + 0.7
+    assert_within_bound(compiled(f)(x), f(x), f(x.double()))
+    assert last_reports()[-1].fused == 1
+
+
+def written_out(z):
+    return (z - mu(z)) * torch.rsqrt(z.var(-1, keepdim=True, unbiased=False) + 1e-5)
+
+
+def third(f):
+    z = torch.linspace(-1, 2, 8, dtype=torch.float64).sin().reshape(2, 4).requires_grad_()
+    g, = torch.autograd.grad((f(z) ** 3).sum(), z, create_graph=True)
+    h, = torch.autograd.grad((g ** 2).sum(), z, create_graph=True)
+    return torch.autograd.grad((h ** 2).sum(), z)[0]
+
+
+def reverse_over_forward(f):
+    z = torch.linspace(-1, 2, 8, dtype=torch.float64).sin().reshape(2, 4).requires_grad_()
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(z, torch.linspace(0, 1, 8, dtype=torch.float64).view(2, 4) ** 2)
+        t = forward_ad.unpack_dual(f(dual)).tangent
+        return torch.autograd.grad((t ** 2).sum(), z)[0]
+
+
+@pytest.mark.parametrize("derivative", [third, reverse_over_forward])
+def test_higher_derivatives_of_a_norm_written_out(derivative):
+    """`F.layer_norm` has others in torch 2.13, and wrong ones."""
+    ours, eager = derivative(compiled(written_out)), derivative(written_out)
+    torch.testing.assert_close(ours, eager, rtol=1e-9, atol=1e-9)
+    assert last_reports()[-1].fused == 1
+
+
+def test_forward_mode_is_not_lost_with_another_compiler():
+    f = compiled(lambda x: F.layer_norm(x, (8,)), inner="aot_eager")
+    x = torch.randn(2, 8)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode AD .*'inner': 'eager'"):
+        f(forward_ad.make_dual(x, x * x))
+
+
+def test_backward_of_a_split_whose_memory_is_written_later():
+    """The fuzzer's: the norm itself records no gradient, its surroundings do, and they are written later."""
+    def f(x, y):
+        a, b = y.float().chunk(2, -1)
+        z = b + F.layer_norm(x.new_zeros(x.shape), (5,)) * (1 + a)
+        y[..., :2].mul_(2)
+        return z
+
+    found = []
+    for call in (f, compiled(f, inner="aot_eager"), compiled(f)):
+        torch.manual_seed(0)
+        leaves = torch.randn(4, 3, 5).requires_grad_(), torch.randn(4, 1, 10).requires_grad_()
+        x, y = (leaf * 1 for leaf in leaves)
+        found.append(torch.autograd.grad(call(x, y).sum(), leaves, allow_unused=True)[1])
+    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(found[2], found[0])
+
+
+def test_a_wrong_time_limit_is_said_at_once(monkeypatch):
+    monkeypatch.setenv("ASCEND_LN_FUSE_COMPILE_SECONDS", "soon")
+    with pytest.raises(Exception, match="ASCEND_LN_FUSE_COMPILE_SECONDS must be a number of seconds"):
+        compiled(lambda x: F.layer_norm(x, (8,)))(torch.randn(2, 8))

@@ -308,6 +308,22 @@ def test_a_store_has_a_size(cache, monkeypatch):
     assert Store("tiles").get("39") == {"i": 39} and Store("tiles").get("0") is None
 
 
+def test_files_of_others_are_left_alone(cache, monkeypatch):
+    """The directory may be one that the user keeps other things in."""
+    monkeypatch.setattr(store, "MAX_FILES", 8)
+    (cache / "tiles").mkdir(mode=0o700, parents=True)
+    others = [cache / "tiles" / name for n in range(20)
+              for name in (f"photo_{n}.png", f"{n:031x}.json", f"x{n:032x}.json")]
+    for path in others:
+        path.write_text("mine")
+        os.utime(path, (1, 1))
+    tiles = Store("tiles")
+    for i in range(40):
+        tiles.put(str(i), {"i": i})
+    assert all(path.read_text() == "mine" for path in others)
+    assert len(os.listdir(cache / "tiles")) <= len(others) + 8
+
+
 HAMMER = """
 import sys
 from ascend_ln_fuse.kernels.store import Store

@@ -104,7 +104,8 @@ def test_dict_lists_every_site_with_every_key():
     texts |= dict.fromkeys(("reason", "node", "region", "device", "note", "chain", "self_check",
                             "fallback"), "")
     texts["kernel"] = "aln_kernel"
-    lists = {"kernels_removed": ["layer_norm"], "hidden_kernels": ["Slice"], "ways": []}
+    lists = {"kernels_removed": ["layer_norm"], "hidden_kernels": ["Slice"], "ways": [],
+             "kernels_behind": []}
     numbers = {"bytes_before": 40 * MIB, "bytes_after": 20 * MIB, "symbolic": False}
     assert site == {**texts, **lists, **numbers}
 

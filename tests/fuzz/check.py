@@ -174,6 +174,9 @@ class _Session:
 
         eager, ours = run(0)
         if eager.error is not None:
+            if "shape in place" in self.program.features and ours.error is None and \
+                    "modified by an inplace operation" in str(eager.error):
+                return True  # x.squeeze_() behind the graph: Dynamo does it itself, and no pass sees it
             if type(ours.error) is not type(eager.error):
                 raise Mismatch(f"raises {ours.error!r}, eager {eager.error!r}") from ours.error
             return True

@@ -55,6 +55,9 @@ def claim(**wrong):
 
 
 LIES = {
+    "a value that comes later": (claim(interior=lambda n: frozenset({n}),
+                                       value=lambda n: next(iter(n.users))),
+                                 "reads what comes after its result"),
     "inner value read elsewhere": (claim(), "read elsewhere"),
     "dtype": (claim(interior=lambda n: frozenset({n}), value=lambda n: n.args[0],
                     dtype=torch.bfloat16), "yields torch.float32"),
