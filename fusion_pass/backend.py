@@ -243,7 +243,11 @@ def _inner_compiler(name: str) -> Callable | None:
     try:
         return lookup_backend(name)
     except InvalidBackend:
-        known = ", ".join(sorted({"eager", *list_backends(exclude_tags=())} - {"ascend_ln_fuse"}))
+        if name == "npugraphs":
+            raise ValueError("option 'inner' of ascend_ln_fuse: the backend 'npugraphs' comes with "
+                             "torch_npu, which is not imported here") from None
+        names = {"eager", *list_backends(exclude_tags=())} - {"ascend_ln_fuse"}
+        known = ", ".join(sorted(name for name in names if "TESTING" not in name))
         raise ValueError(f"option 'inner' of ascend_ln_fuse: no Dynamo backend {name!r}; "
                          f"known: {known}") from None
 
@@ -272,7 +276,7 @@ def auto_fusion(model: torch.nn.Module, *, dynamic: bool | None = None, fullgrap
                         'use torch.compile(f, backend="ascend_ln_fuse")')
     from torch._dynamo import trace_rules
 
-    chosen = parse_options(options)
+    chosen = parse_options(options, also=("dynamic", "fullgraph"))
     _inner_compiler(chosen.inner)
     given = {"backend": "ascend_ln_fuse", "dynamic": dynamic, "fullgraph": fullgraph,
              "options": {name: getattr(chosen, name) for name in options}}

@@ -129,8 +129,8 @@ def check(target: str, soc: str, verify: bool, jobs: int, grad: bool, as_json: b
         raise Failure(f"--verify: the interpreter knows A2 and A3, not {soc}")
     reports = _reports(target, soc, grad)
     # Norms that share a launch share the call.
-    calls = {id(site.call): site.call for r in reports if r.error is None
-             for site in r.sites if site.call is not None}
+    calls = {id(call): call for r in reports if r.error is None
+             for site in r.sites for call in (site.call, *site.calls_behind) if call is not None}
     with _progress("compiling") as step:
         found = check_calls(list(calls.values()), soc, verify, jobs, step)
     failed = any(evidence.failed for evidence in found) or any(r.error for r in reports)
@@ -239,7 +239,8 @@ def _for_soc(report, soc: str):
         call, share, note = calls[id(site.call)]
         moved = None if site.bytes_after is None else round(site.bytes_after * share)
         notes = "; ".join(filter(None, (site.note, note)))
-        sites.append(replace(site, call=call, bytes_after=moved, note=notes))
+        behind = tuple(replace(call, soc=soc) for call in site.calls_behind)
+        sites.append(replace(site, call=call, calls_behind=behind, bytes_after=moved, note=notes))
     return replace(report, sites=tuple(sites))
 
 

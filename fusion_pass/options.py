@@ -58,8 +58,10 @@ def _describe(name: str) -> str:
         " or ".join(repr(choice) for choice in choices)
 
 
-def parse_options(options: Mapping[str, object] | Options | None) -> Options:
+def parse_options(options: Mapping[str, object] | Options | None, also: tuple[str, ...] = ()) -> Options:
     """Options from a mapping, as `torch.compile(options=...)` hands them over.
+
+    also: what else the caller takes, for the message of a name that nobody does.
 
     Raises:
         ValueError: an unknown name (the message lists the valid ones), or a value out of range.
@@ -74,8 +76,9 @@ def parse_options(options: Mapping[str, object] | Options | None) -> Options:
     names = [field.name for field in fields(Options)]
     for name in options:
         if name not in names:
-            close = difflib.get_close_matches(str(name), names, n=1)
-            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            close = difflib.get_close_matches(str(name), [*names, *also], n=1)
+            hint = f" (did you mean {close[0]!r}?)" if close else \
+                " (inner='cudagraphs' is what mode='reduce-overhead' does)" if name == "mode" else ""
             raise ValueError(f"unknown option {name!r} of ascend_ln_fuse{hint}; "
-                             f"valid options: {', '.join(names)}")
+                             f"valid options: {', '.join((*names, *also))}")
     return Options(**options)

@@ -110,11 +110,14 @@ class Profile:
         return sum(sum(norm.hidden.values()) for norm in self.norms) + self.stray.total()
 
     def sites(self, reports: Sequence[FusionReport]) -> list[FusedSite]:
-        """Each fused site of the reports, in order, with the launches of its kernel. Sites that share a
-        launch share the count."""
-        return [FusedSite(site.where, name := site.kernel_name(), self.launches(name))
+        """Each fused site of the reports, in order, with the launches of its kernel, and of those behind its
+        linear layers. Sites that share a launch share the count."""
+        return [FusedSite(where, name, self.launches(name))
                 for report in reports if report.error is None
-                for site in report.sites if site.status == FUSED]
+                for site in report.sites if site.status == FUSED
+                for where, name in ((site.where, site.kernel_name()),
+                                    *((f"{site.where}, behind its linear layers", name)
+                                      for name in site.kernels_behind_names()))]
 
     def launches(self, kernel: str) -> int:
         """How often a kernel of this name was launched."""

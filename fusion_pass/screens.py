@@ -123,9 +123,11 @@ def _sites_of(reports: Sequence[FusionReport]) -> dict[str, list[str]]:
     for report in reports:
         for place, sites in grouped(report.sites):
             if sites[0].status == FUSED:
+                times = f"  x{len(sites)}" if len(sites) > 1 else ""
                 for name in dict.fromkeys(site.kernel_name() for site in sites):
-                    found.setdefault(name, []).append(
-                        place + (f"  x{len(sites)}" if len(sites) > 1 else ""))
+                    found.setdefault(name, []).append(place + times)
+                for name in dict.fromkeys(name for site in sites for name in site.kernels_behind_names()):
+                    found.setdefault(name, []).append(f"{place}, behind its linear layers{times}")
     return found
 
 

@@ -412,6 +412,16 @@ def test_eps_at_run_time(inner):
 def test_an_inner_compiler_that_does_not_exist():
     with pytest.raises(ValueError, match="option 'inner'.*'inducktor'.*known: .*aot_eager.*inductor"):
         auto_fusion(nn.LayerNorm(8), inner="inducktor")
+    if not hasattr(torch, "npu"):
+        with pytest.raises(ValueError, match="'npugraphs' comes with torch_npu"):
+            auto_fusion(nn.LayerNorm(8), inner="npugraphs")
+
+
+def test_a_keyword_that_auto_fusion_does_not_know():
+    with pytest.raises(ValueError, match="'mode'.*inner='cudagraphs'.*dynamic, fullgraph"):
+        auto_fusion(nn.LayerNorm(8), mode="reduce-overhead")
+    with pytest.raises(ValueError, match="did you mean 'dynamic'"):
+        auto_fusion(nn.LayerNorm(8), dynamik=True)
 
 
 # Threads.

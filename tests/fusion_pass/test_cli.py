@@ -76,6 +76,15 @@ def resumed(): return Resumed(), torch.randn(3, 8)
 def long_rows():
     return nn.Sequential(nn.LayerNorm(12288), nn.ReLU(), nn.RMSNorm(12288)).bfloat16(), \
         torch.randn(64, 1024, 12288, dtype=torch.bfloat16)
+class Ffn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.gate, self.up = nn.RMSNorm(64), nn.Linear(64, 256), nn.Linear(64, 256)
+        self.down = nn.Linear(256, 64)
+    def forward(self, x):
+        h = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+def ffn(): return Ffn().bfloat16(), torch.randn(2, 33, 64).bfloat16()
 def fails(): raise KeyError("no such config")
 def takes(size): return None
 def nothing(): return None
@@ -269,6 +278,23 @@ def test_check_compiles_and_runs(cli):
     assert re.search(r"aln_layer_norm_\w{10}\s+1\s+\d+ x 128\s+\d+/192\s+\S+ KiB\s+ok", out)
     assert "run, right" in out and "is launched at\n  norm, models.py:" in out
     assert "Nothing ran on an NPU." in out
+
+
+@compilers
+def test_check_compiles_what_runs_behind_products(cli, folder, tmp_path):
+    """On Ascend the library runs a chain's products, and a kernel each what is pointwise behind them."""
+    out, _ = cli("check", "models.py:ffn", "--verify", "--json")
+    data = json.loads(out)
+    site, = data["reports"][0]["sites"]
+    assert len(site["kernels_behind"]) == 2 and "silu mul" in site["chain"]
+    assert {k["kernel"] for k in data["kernels"]} == {site["kernel"], *site["kernels_behind"]}
+    assert all(k["verdict"] == "ok" and k["error_share"] <= 1 for k in data["kernels"])
+    report, csv = tmp_path / "report.json", tmp_path / "kernel_details.csv"
+    report.write_text(out)
+    launched = site["kernel"], site["kernels_behind"][0]
+    csv.write_text("Name,Type\n" + "".join(f"{name},x\n" for name in launched))
+    table, _ = cli("profile", str(csv), "--report", str(report), "--json", code=1)
+    assert [row["launches"] for row in json.loads(table)["sites"]] == [1, 1, 0]
 
 
 @compilers

@@ -1,0 +1,128 @@
+"""Rows of results on disk: one JSON file, rewritten whole after each row, from which a later run goes on."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .columns import COLUMNS
+from .specs import SPECS, Spec
+
+ROOT = Path(__file__).parents[2]
+SMOKE = "smoke run on a CPU: it shows that everything runs; no time was taken"
+
+Row = dict[str, Any]
+
+
+def identity(spec: Spec, layers: int, tiny: bool, device: torch.device) -> dict[str, Any]:
+    """What a row depends on: rows that differ in it are not the same measurement."""
+    return {"model": spec.name, "layers": layers, "config": repr(sorted(spec.config(layers, tiny).items())),
+            "inputs": repr(sorted(spec.inputs(tiny).items())), "machine": machine(device),
+            "versions": versions(spec.library), "source": source_digest()}
+
+
+def machine(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
+
+
+def versions(library: str) -> dict[str, str]:
+    names = ["torch", "triton"] + ([library] if library else [])
+    found = {"python": platform.python_version()}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    found["torch"] = torch.__version__  # with the build, which the metadata may lack
+    return found
+
+
+@functools.cache
+def source_digest() -> str:
+    """Of the package in this checkout: a row measured before a change is not one of after it."""
+    digest = hashlib.sha256()
+    files = [p for folder in ("fusion_pass", "patterns", "kernels") for p in (ROOT / folder).rglob("*.py")]
+    for path in sorted(files):
+        digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def new_row(spec: Spec, layers: int, tiny: bool, device: torch.device, command: str = "") -> Row:
+    """A row without columns; `command` is what it is measured with."""
+    return {"model": spec.name, "kind": spec.kind, "identity": identity(spec, layers, tiny, device),
+            "layers": f"{layers} of {spec.published}" if not tiny else f"{layers}, small",
+            "inputs": spec.words if not tiny else "small", "smoke": device.type != "cuda",
+            "date": datetime.date.today().isoformat(), "command": command, "columns": {}}
+
+
+def missing(row: Row | None, columns: Iterable[str]) -> list[str]:
+    """The columns that have neither been timed, side by side with the row's others, nor failed."""
+    cells = row["columns"] if row else {}
+    return [name for name in columns if not {"rounds", "failure"} & cells.get(name, {}).keys()]
+
+
+class Results:
+    """The rows of a file, found by what they depend on, of the same program and machine or of others."""
+
+    def __init__(self, path: Path | None, others: Iterable[Path] = ()):
+        """Raises OSError for one of `others` that cannot be read, ValueError for a file that is no JSON."""
+        self.path = path
+        self.rows: list[Row] = []
+        for other in others:
+            self._take(other)
+        if path is not None and path.exists():
+            self._take(path)
+
+    def _take(self, path: Path) -> None:
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+            known = self.find(row["identity"])
+            # Of two rows of the same measurement the one with more columns; else the later read.
+            if known is None or len(known["columns"]) <= len(row["columns"]):
+                self._put(row)
+
+    def find(self, wanted: dict[str, Any]) -> Row | None:
+        return next((row for row in self.rows if row["identity"] == wanted), None)
+
+    def put(self, row: Row) -> None:
+        """Add or replace the row, and write the file."""
+        self._put(row)
+        self.save()
+
+    def _put(self, row: Row) -> None:
+        for i, known in enumerate(self.rows):
+            if known["identity"] == row["identity"]:
+                self.rows[i] = row
+                return
+        self.rows.append(row)
+
+    def save(self) -> None:
+        if self.path is None:
+            return
+        text = json.dumps({"smoke": SMOKE if any(row["smoke"] for row in self.rows) else False,
+                           "rows": self.latest(every=True)}, indent=1, allow_nan=False)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(f".{os.getpid()}")
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(self.path)  # a run that is cut off leaves a whole file
+
+    def latest(self, every: bool = False) -> list[Row]:
+        """A row a model, in the order of the table: the last put; with `every`, all rows."""
+        order = {spec.name: i for i, spec in enumerate(SPECS)}
+        rows = self.rows if every else list({row["model"]: row for row in self.rows}.values())
+        return sorted(rows, key=lambda row: order.get(row["model"], len(order)))
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """The columns in the order of the tables."""
+    wanted = set(names)
+    return [name for name in COLUMNS if name in wanted]

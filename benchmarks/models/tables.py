@@ -1,0 +1,227 @@
+"""What the rows say: tables for the terminal and the page, the goals, a plot."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from .columns import AUTOTUNE, COLUMNS, COMPILE, EAGER, OURS, OURS_INDUCTOR
+from .results import SMOKE, Row, in_order
+from .specs import DIT
+
+Table = tuple[list[str], list[list[str]]]  # header, rows
+
+
+def median(row: Row, name: str, what: str = "device_ms") -> float | None:
+    values = row["columns"].get(name, {}).get(what)
+    return statistics.median(values) if values else None
+
+
+def ratio(row: Row, other: str, name: str, what: str = "device_ms") -> float | None:
+    """How many times as fast as `other` the column is; None where one was not timed."""
+    a, b = median(row, other, what), median(row, name, what)
+    return a / b if a and b else None
+
+
+def used(rows: Iterable[Row]) -> list[str]:
+    return in_order({name for row in rows for name in row["columns"]})
+
+
+def _number(value: float | None, form: str = ".2f") -> str:
+    return "" if value is None else format(value, form)
+
+
+def _time(row: Row, name: str) -> str:
+    cell = row["columns"].get(name)
+    if cell is None:
+        return "not run"
+    if "failure" in cell:
+        return "failed"
+    if not cell.get("device_ms"):
+        return "ran"
+    low, high = min(cell["device_ms"]), max(cell["device_ms"])
+    return f"{median(row, name):.2f} ({low:.2f}-{high:.2f})"
+
+
+def times(rows: Sequence[Row]) -> Table:
+    """ms a forward on the device: median (least - most)."""
+    names = used(rows)
+    return (["model", "layers", "inputs", *(COLUMNS[n].title for n in names)],
+            [[row["model"], row["layers"], row["inputs"], *(_time(row, n) for n in names)] for row in rows])
+
+
+def ratios(rows: Sequence[Row]) -> Table:
+    """Speed against eager and torch.compile, on the device and (second) by the wall clock."""
+    def pair(row: Row, other: str, name: str) -> str:
+        return " / ".join(filter(None, (_number(ratio(row, other, name, what))
+                                        for what in ("device_ms", "wall_ms"))))
+
+    pairs = [*((EAGER, name) for name in (COMPILE, AUTOTUNE, OURS, OURS_INDUCTOR)), (COMPILE, OURS_INDUCTOR)]
+    return (["model", *(f"{COLUMNS[n].title} vs {COLUMNS[o].title}" for o, n in pairs)],
+            [[row["model"], *(pair(row, o, n) for o, n in pairs)] for row in rows])
+
+
+def details(rows: Sequence[Row]) -> Table:
+    """Sites, kernels launched a forward, memory, compile time, error."""
+    shown = (EAGER, COMPILE, OURS, OURS_INDUCTOR)
+
+    def each(row: Row, key: str, form: str, names: Sequence[str] = shown) -> str:
+        return " / ".join(_number(row["columns"].get(n, {}).get(key), form) or "-" for n in names)
+
+    def error(row: Row) -> str:
+        return " / ".join(_number(row["columns"].get(n, {}).get("error", {}).get("share_of_bound")) or "-"
+                          for n in shown[1:])
+
+    def sites(row: Row) -> str:
+        found = row["columns"].get(OURS, {}).get("sites")
+        return f"{found['fused']} of {found['found']}" if found else ""
+
+    first = " / ".join(COLUMNS[n].title for n in shown)
+    return (["model", "sites fused", f"kernels: {first}", f"peak MiB: {first}",
+             f"first call s: {' / '.join(COLUMNS[n].title for n in shown[1:])}",
+             "compile time, ours / backend=eager", "error in units of the bound"],
+            [[row["model"], sites(row), each(row, "kernels", "d"), each(row, "peak_mib", ".0f"),
+              each(row, "first_call_s", ".1f", shown[1:]), " / ".join(map(_number, compile_ratios(row))),
+              error(row)]
+             for row in rows])
+
+
+def compile_ratios(row: Row) -> list[float]:
+    """Seconds of ours with inner eager over those of backend="eager": kernels compiled, kernels known."""
+    found = row.get("compile_times", {})
+    if "ours_s" not in found:
+        return []
+    return [seconds / min(found["backend_eager_s"]) for seconds in found["ours_s"]]
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """What failed, was declined or fell back, a line each."""
+    lines = []
+    for row in rows:
+        if "failure" in row:
+            lines.append(f"{row['model']}: {row['failure']}")
+        if "failure" in row.get("compile_times", {}):
+            lines.append(f"{row['model']}, compile times: {row['compile_times']['failure']}")
+        for name, cell in row["columns"].items():
+            sites = cell.get("sites", {})
+            texts = [cell[key] for key in ("failure", "profile_failure") if key in cell]
+            texts += [f"{count} x {what}: {words}" for what in ("declined", "fallbacks")
+                      for words, count in sites.get(what, {}).items()]
+            texts += [f"the pass failed: {error}" for error in sites.get("errors", ())]
+            lines += [f"{row['model']}, {COLUMNS[name].title}: {text}" for text in texts]
+    return lines
+
+
+def goals(rows: Sequence[Row]) -> list[str]:
+    """The goals for whole models, and which rows miss them."""
+    def line(title: str, values: list[tuple[str, float | None]], least: float, sign: int = 1) -> str:
+        known = [(name, value) for name, value in values if value is not None]
+        missed = [f"{name} {value:.2f}" for name, value in known if sign * value < sign * least]
+        return f"{title}: {len(known) - len(missed)} of {len(known)} rows" + (
+            f"; not {', '.join(missed)}" if missed else "")
+
+    def against(other: str, name: str, among=rows) -> list[tuple[str, float | None]]:
+        return [(row["model"], ratio(row, other, name)) for row in among]
+
+    def share(row: Row, key: str) -> float | None:
+        ours, eager = (row["columns"].get(n, {}).get(key) for n in (OURS, EAGER))
+        return ours / eager if ours is not None and eager else None
+
+    dit = [row for row in rows if row["kind"] == DIT]
+    other = [row for row in rows if row["kind"] != DIT]
+    found = [line("ours with inner inductor at least 1.0x torch.compile",
+                  against(COMPILE, OURS_INDUCTOR), 1.0),
+             line("ours at least 1.3x eager on video and image transformers", against(EAGER, OURS, dit), 1.3),
+             line("ours at least 1.1x eager on the others", against(EAGER, OURS, other), 1.1),
+             line("ours never below 1.0x eager", against(EAGER, OURS), 1.0),
+             line("kernels of ours at most 0.7 of eager's on video and image transformers",
+                  [(row["model"], share(row, "kernels")) for row in dit], 0.7, -1),
+             line("peak memory of ours at most eager's",
+                  [(row["model"], share(row, "peak_mib")) for row in rows], 1.0, -1),
+             line("compile time of ours at most 1.3x backend=eager, kernels compiled",
+                  [(row["model"], (compile_ratios(row) or [None])[0]) for row in rows], 1.3, -1),
+             line("error within the bound (1), ours",
+                  [(row["model"], row["columns"].get(OURS, {}).get("error", {}).get("share_of_bound"))
+                   for row in rows], 1.0, -1)]
+    known = [value for _, value in against(COMPILE, OURS_INDUCTOR) if value]
+    if known:
+        mean = math.exp(statistics.fmean(map(math.log, known)))
+        found.insert(1, f"geometric mean of that: {mean:.3f} (goal 1.05)")
+    return found
+
+
+def titles(rows: Sequence[Row]) -> list[str]:
+    """Machine, versions and date of the rows; the smoke run's warning."""
+    made = {f"{row['identity']['machine']}, " + ", ".join(f"{k} {v}" for k, v in sorted(
+        {k: v for row in rows for k, v in row["identity"]["versions"].items()}.items())) + f", {row['date']}"
+        for row in rows}
+    return [SMOKE.upper()] * any(row["smoke"] for row in rows) + sorted(made)
+
+
+def show(rows: Sequence[Row]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table as Grid
+
+    console = Console(width=200, highlight=False, markup=False)
+    for title in titles(rows):
+        console.print(title)
+    measured = any(not row["smoke"] for row in rows)
+    for make in (times, ratios, details) if measured else (times, details):
+        header, lines = make(rows)
+        grid = Grid(*map(escape, header), title=make.__doc__.splitlines()[0])
+        for line in lines:
+            grid.add_row(*map(escape, line))
+        console.print(grid)
+    for text in notes(rows) + (goals(rows) if measured else []):
+        console.print(text)
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The section of docs/performance.md.
+
+    Raises:
+        ValueError: rows of a smoke run.
+    """
+    if any(row["smoke"] for row in rows) or not rows:
+        raise ValueError("only what was measured on a GPU is written")
+    commands = ", ".join(sorted({f"`{row['command']}`" for row in rows}))
+    parts = [f"{'; '.join(titles(rows))}. bf16, no gradients, random weights; {commands}."]
+    for make in (times, ratios, details):
+        header, lines = make(rows)
+        table = [header, ["---"] + ["---:"] * (len(header) - 1), *lines]
+        parts.append(make.__doc__.splitlines()[0])
+        parts.append("\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |"
+                               for line in table))
+    parts.append("\n".join(f"- {text}" for text in (*goals(rows), *notes(rows))))
+    return "\n\n".join(parts)
+
+
+def plot(rows: Sequence[Row], path: Path) -> str:
+    """Draw each column's speed against eager (SVG); returns what was done, or why nothing was."""
+    rows = [row for row in rows if median(row, EAGER)]
+    if not rows:
+        return "no plot: nothing was timed"
+    try:
+        import matplotlib
+    except ImportError:
+        return "no plot: matplotlib is not installed"
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    names = [name for name in used(rows) if name != EAGER]
+    figure, axes = pyplot.subplots(figsize=(11, 5), layout="constrained")
+    for i, name in enumerate(names):
+        at = [x + (i - (len(names) - 1) / 2) * 0.8 / len(names) for x in range(len(rows))]
+        axes.bar(at, [ratio(row, EAGER, name) or 0 for row in rows], 0.8 / len(names),
+                 label=COLUMNS[name].title)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(rows)), [row["model"] for row in rows], rotation=20, ha="right")
+    axes.set_ylabel("speed against eager, device time")
+    axes.set_title("; ".join(titles(rows)), fontsize=8)
+    axes.legend()
+    figure.savefig(path, format="svg")
+    pyplot.close(figure)
+    return f"plot: {path}"
