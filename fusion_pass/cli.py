@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import io
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -66,6 +68,8 @@ def main(traceback: bool) -> None:
 
     Nothing but `tune`, which runs on the accelerator that is there, measures a time.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # not a test's
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal or a pipe in ASCII has no check mark
 
 
 def _soc(ctx: click.Context, param: click.Parameter, value: str) -> str:
@@ -120,13 +124,15 @@ def check(target: str, soc: str, verify: bool, jobs: int, grad: bool, as_json: b
 
     Needs triton-ascend and ascendnpu-ir from PyPI (pip install '.[ascend-check]' in the repository);
     no NPU and no CANN. Exit code 1 if a kernel does not compile, is known to be miscompiled, or
-    computes something else than PyTorch.
+    computes something else than PyTorch; also if it is "not verified": the interpreter cannot run it, or
+    PyTorch's own result is nowhere finite.
     """
     from .kernels.ascend.evidence import can_run, check_calls
     from .screens import show_evidence
 
     if verify and not can_run(soc):
         raise Failure(f"--verify: the interpreter knows A2 and A3, not {soc}")
+    _require_temporary_directory()
     reports = _reports(target, soc, grad)
     # Norms that share a launch share the call.
     calls = {id(call): call for r in reports if r.error is None
@@ -203,6 +209,17 @@ def profile(path: Path, report_path: Path | None, as_json: bool) -> None:
 
 
 # -- shared
+
+
+def _require_temporary_directory() -> None:
+    """The compilers write where TMPDIR says; Python's own modules would look elsewhere."""
+    asked = os.environ.get("TMPDIR") or None
+    try:
+        with tempfile.TemporaryFile(dir=asked):
+            pass
+    except OSError as error:
+        raise Failure(f"no temporary file can be written{f' in TMPDIR={asked}' if asked else ''}: "
+                      f"{error.strerror}; set TMPDIR to a directory that can be written in") from None
 
 
 def _reports(target: str, soc: str, grad: bool) -> list:

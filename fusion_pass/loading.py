@@ -9,6 +9,7 @@ size costs no memory, and no time to initialise.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import inspect
 import sys
@@ -69,24 +70,56 @@ def describe(error: BaseException, file: str | None = None) -> str:
 def _module(path: Path):
     if not path.is_file():
         raise LoadError(f"no such file: {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None or path.suffix != ".py":
+    if path.suffix != ".py":
         raise LoadError(f"{path} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    before = sys.modules.get(path.stem)
-    sys.modules[path.stem] = module  # dataclasses and pickling look a class's module up there
-    sys.path.insert(0, str(path.resolve().parent))  # as if it were run as a script
+    name, root = _dotted_name(path.resolve())
+    sys.path.insert(0, str(root))  # as if it were run as a script, or with `python -m`
     try:
-        spec.loader.exec_module(module)
+        module = importlib.import_module(name) if "." in name else _executed(name, path)
     except BaseException as error:  # a script may end with sys.exit()
-        if before is None:
-            sys.modules.pop(path.stem, None)
-        else:
-            sys.modules[path.stem] = before
         if isinstance(error, KeyboardInterrupt):
             raise
         raise LoadError(f"{path} cannot be imported: {describe(error, str(path))}") from error
+    if not _is_of(module, path):
+        raise LoadError(f"{path} cannot be imported: {name} is {module.__file__}")
     return module
+
+
+def _dotted_name(path: Path) -> tuple[str, Path]:
+    """(name of the module in this file, the folder to import it from): in a package, so that its relative
+    imports work, where the folders say so."""
+    names, root = [path.stem], path.parent
+    while (root / "__init__.py").is_file() and root.name.isidentifier():
+        names.insert(0, root.name)
+        root = root.parent
+    if len(names) > 1 and names[-1] == "__init__":
+        names.pop()
+    return ".".join(names), root
+
+
+def _executed(name: str, path: Path):
+    """The module in a file that is in no package. Another module of its name stays what it is to everybody
+    else: json.py is not json."""
+    if name in sys.stdlib_module_names or name in sys.modules and not _is_of(sys.modules[name], path):
+        name = f"_{name}_of_the_user"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    before = sys.modules.get(name)
+    sys.modules[name] = module  # dataclasses and pickling look a class's module up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        if before is None:
+            sys.modules.pop(name, None)
+        else:
+            sys.modules[name] = before
+        raise
+    return module
+
+
+def _is_of(module, path: Path) -> bool:
+    file = getattr(module, "__file__", None)
+    return file is not None and Path(file).resolve() == path.resolve()
 
 
 def _function(module, name: str, file: str) -> Callable:

@@ -13,7 +13,7 @@ import io
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -122,7 +122,7 @@ class Profile:
     def launches(self, kernel: str) -> int:
         """How often a kernel of this name was launched."""
         tail = kernel[-NAME_LENGTH:]
-        return sum(n for name, n in self.ours.items() if tail and tail in name)
+        return sum(n for name, n in self.ours.items() if tail and name.endswith(tail))
 
     def to_dict(self) -> dict[str, Any]:
         return {"rows": self.rows, "hidden": self.hidden, "norms": [n.to_dict() for n in self.norms],
@@ -196,17 +196,19 @@ def read_launches(path: Path) -> list[Launch]:
     """
     delimiter, text = _table(_text(path))
     try:
-        rows = list(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter))
+        with _long_cells():
+            rows = list(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter))
     except csv.Error as error:
         raise ProfileError(f"{path} is no CSV: {error}") from None
     places: dict[str, int | None] = {}
+    header: list[str] | None = None
     found: list[tuple[float, Launch]] = []
     for row in rows:
         cells = [cell.strip() for cell in row]  # msprof puts tabs behind long numbers
-        if not any(cells):
+        if not any(cells) or cells == header:  # again: files that were put together
             continue
         if not places:
-            places = _places(cells, path)
+            places, header = _places(cells, path), cells
             continue
         values = {key: cells[i] if i is not None and i < len(cells) else "" for key, i in places.items()}
         values = {key: "" if text in ("N/A", "NA") else text for key, text in values.items()}
@@ -219,6 +221,16 @@ def read_launches(path: Path) -> list[Launch]:
         raise ProfileError(f"{path} has a header and no kernel below it")
     found.sort(key=lambda pair: pair[0])
     return [launch for _, launch in found]
+
+
+@contextlib.contextmanager
+def _long_cells() -> Iterator[None]:
+    """Inside, a cell may be of any length: the shapes of a call with a thousand inputs."""
+    before = csv.field_size_limit(2**31 - 1)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
 
 
 def _table(text: str) -> tuple[str, str]:
@@ -291,6 +303,11 @@ def read_reports(path: Path) -> list[FusionReport]:
         raise ProfileError(f"{path} is no report: wanted is what FusionReport.to_json() or "
                            "`ascend-ln-fuse explain --json` gives")
     try:
-        return [FusionReport.from_dict(one) for one in reports]
+        found = [FusionReport.from_dict(one) for one in reports]
     except (TypeError, ValueError, AttributeError) as error:
         raise ProfileError(f"{path} is no report: {error}") from None
+    for site in (site for report in found for site in report.sites):
+        if not (isinstance(site.kernel, str) and isinstance(site.where, str)):
+            raise ProfileError(f"{path} is no report: the kernel and the place of a site are words, not "
+                               f"{site.kernel!r} and {site.where!r}")
+    return found

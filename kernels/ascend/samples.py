@@ -11,19 +11,16 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from ..launch import Offline, launch_facts
+from ..launch import Offline
 from ..layout import INT32_MAX, MAX_ROWS, Layout
 from ..reference import TORCH_DTYPES
 from ..region import NORMS, NormRegion, Operand, Output
-from ..targets.npu import describe
 from ..values import ancestors
-
-#: Programs of a small launch: few enough that one of them works off several tiles.
-PROGRAMS = 3
+from .referee import with_exact_numbers
 
 #: Distance of neighbouring values around 1024 in bf16, which has the fewest of all dtypes.
 COARSEST_STEP = 8.0
@@ -85,7 +82,8 @@ def _spikes(generator: torch.Generator, shape: Sequence[int]) -> torch.Tensor:
 class SmallCall:
     """A call of a kernel on tensors of its own making.
 
-    region: the kernel's region over the kernel's own dims; the same arithmetic.
+    region: the kernel's region over the kernel's own dims; what PyTorch computes on an accelerator.
+    walk: how the kernel walks the tensors.
     inputs, scalars: for `reference(region, ...)`.  outputs: what the kernel is to write, NaN at first.
     arguments, grid: of the launch.  programs: those of the grid to run.
     kinds, axis: rows at index i of this dim are of kind i modulo their number; all where it is None
@@ -93,6 +91,7 @@ class SmallCall:
     """
 
     region: NormRegion
+    walk: Layout
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor]
     scalars: list[float]
@@ -103,32 +102,51 @@ class SmallCall:
     axis: int | None
 
 
-def small_call(offline: Offline, soc: str, sizes: Sequence[int] | None = None,
+def small_call(offline: Offline, sizes: Sequence[int] | None = None,
                scalars: Sequence[float | None] | None = None, seed: int = 0) -> SmallCall:
-    """A launch of the kernel on two tiles and a bit along its rows, and two of other dims.
+    """A launch of the kernel on at least five tiles, the last of them ragged, and two of dims that are not
+    along its rows. There are two programs, and the first has more tiles than the second: it uses each
+    copy of a double buffer, and comes back to the first.
 
     sizes: of the kernel's dims, where these are not wanted.  scalars: of the model's call, None where
     they are known at run time only.  seed: of the numbers in the tensors.
     """
-    region = offline.region
-    numbers = _numbers(region, scalars)
-    kinds, axis = row_kinds(_eps_of(region, numbers)), _axis(offline)
-    walk = small_walk(offline, sizes, len(kinds), axis)
-    if axis is None:
-        kinds = (ORDINARY,)
+    numbers, axis = _numbers(offline.region, scalars), _axis(offline)
+    kinds = row_kinds(_eps_of(offline.region, numbers))
+    sizes = sizes or _sizes(offline, len(kinds), axis)
+    return _call(offline, sizes, numbers, (ORDINARY,) if axis is None else kinds, axis, seed)
+
+
+def edge_calls(offline: Offline, scalars: Sequence[float | None] | None = None,
+               seed: int = 0) -> list[SmallCall]:
+    """More small calls, where the rows of the tile are several: of so many rows that tiles divide them, and
+    of fewer than a tile has. All rows are ordinary: a few of each kind would say little of how far off
+    PyTorch is in them."""
+    rows, structure = offline.kernel.tile.rows, offline.walk.structure
+    sizes = [_addressed(offline, [n if d == structure.blocked else 2 for d in range(structure.dims)])
+             for n in (2 * rows, rows // 2) if rows > 1]
+    numbers = _numbers(offline.region, scalars)
+    return [_call(offline, one, numbers, (ORDINARY,), None, seed) for one in sizes]
+
+
+def _call(offline: Offline, sizes: Sequence[int], numbers: list[float], kinds: tuple[RowKind, ...],
+          axis: int | None, seed: int) -> SmallCall:
+    region, walk = offline.region, _small_walk(offline, sizes)
     generator = torch.Generator().manual_seed(seed)
     tensors = [_empty(walk, region, i) for i in range(len(walk.strides))]
     for i in range(len(region.inputs)):
         _fill(tensors[i], _values(tensors[i].shape, walk, i, generator, kinds, axis))
-    integers, grid = launch_facts(walk, offline.kernel.tile.rows, replace(describe(soc), cores=PROGRAMS))
-    count = len(region.inputs)
-    return SmallCall(over_kernel_dims(region, walk), tensors[:count], tensors[count:], numbers,
-                     [*tensors, *integers, *numbers], grid, range(grid), kinds, axis)
+    rows, count = offline.kernel.tile.rows, len(region.inputs)
+    tiles = walk.tiles(rows)
+    share = tiles // 2 + 1  # tiles of a program
+    grid = -(-tiles // share)
+    return SmallCall(_referee(region, walk), walk, tensors[:count], tensors[count:], numbers,
+                     [*tensors, *walk.arguments(rows), share, *numbers], grid, range(grid), kinds, axis)
 
 
 def far_call(offline: Offline, scalars: Sequence[float | None] | None = None, seed: int = 0) -> SmallCall:
     """The last rows of a launch whose tensors are so large that their rows lie beyond 2^31 elements: the
-    last program's share of two. Pages that nobody touches take no memory.
+    last program's share, a tile and a bit. Pages that nobody touches take no memory.
 
     Raises:
         OSError: the system has no addresses for it.
@@ -139,7 +157,7 @@ def far_call(offline: Offline, scalars: Sequence[float | None] | None = None, se
     # The longest distance between rows that the kernel was made for, in units of any operand.
     step = ((INT32_MAX - region.lane) // MAX_ROWS // 256 - 1) * 256
     first = -(-(INT32_MAX + 1) // (step * rows))  # tile
-    sizes = [first * rows + max(1, rows // 3) if d == blocked else 1 for d in range(structure.dims)]
+    sizes = [(first + 1) * rows + max(1, rows // 3) if d == blocked else 1 for d in range(structure.dims)]
     strides = tuple(tuple(step * moves for moves in x.moving) for x in structure.operands)
     far = Layout((*sizes, region.lane), tuple(sizes), strides, structure)
     start, numbers = first * rows, _numbers(region, scalars)
@@ -161,7 +179,7 @@ def far_call(offline: Offline, scalars: Sequence[float | None] | None = None, se
     integers = (*far.arguments(rows), first)
     if not first < tiles <= 2 * first:
         raise ValueError(f"{tiles} tiles where {first + 1} to {2 * first} were wanted")
-    return SmallCall(over_kernel_dims(region, far), seen[:count], seen[count:], numbers,
+    return SmallCall(_referee(region, far), far, seen[:count], seen[count:], numbers,
                      [*arguments, *integers, *numbers], 2, range(1, 2), (ORDINARY,), None)
 
 
@@ -193,18 +211,30 @@ def _axis(offline: Offline) -> int | None:
                  if any(moving[d] for moving in rows) and all(x.moving[d] for x in outputs)), None)
 
 
-def small_walk(offline: Offline, sizes: Sequence[int] | None, kinds: int, axis: int | None) -> Layout:
-    """How the kernel walks a small call: at least `kinds` rows along `axis`."""
-    walk, rows = offline.walk, offline.kernel.tile.rows
+def _sizes(offline: Offline, kinds: int, axis: int | None) -> list[int]:
+    """Sizes of a small call: at least `kinds` rows along `axis`, and at least five tiles."""
+    rows, structure = offline.kernel.tile.rows, offline.walk.structure
+    # Two of another dim make six tiles of three.
+    whole, ragged = 4 if structure.dims == 1 else 2, max(1, rows // 3)
+    sizes = [2] * structure.dims
+    if axis == structure.blocked:
+        whole = max(whole, -(-(kinds - ragged) // rows))
+    elif axis is not None:
+        sizes[axis] = kinds
+    sizes[structure.blocked] = rows * whole + ragged
+    return _addressed(offline, sizes)
+
+
+def _addressed(offline: Offline, sizes: Sequence[int]) -> list[int]:
+    """The sizes, 1 where an output does not move: several elements of it cannot lie at one address."""
+    outputs = offline.walk.structure.operands[len(offline.region.inputs):]
+    return [n if all(x.moving[d] for x in outputs) else 1 for d, n in enumerate(sizes)]
+
+
+def _small_walk(offline: Offline, sizes: Sequence[int]) -> Layout:
+    """How the kernel walks tensors of these sizes that are far apart in memory."""
+    walk = offline.walk
     structure, count = walk.structure, len(offline.region.inputs)
-    if sizes is None:
-        sizes = [rows * 2 + max(1, rows // 3) if d == structure.blocked else 2
-                 for d in range(structure.dims)]
-        if axis is not None:
-            sizes[axis] = max(sizes[axis], kinds)
-        # Several elements of an output cannot lie at one address.
-        sizes = [n if all(x.moving[d] for x in structure.operands[count:]) else 1
-                 for d, n in enumerate(sizes)]
     strides = []
     for i, (steps, operand) in enumerate(zip(walk.strides, structure.operands)):
         # Dims keep their order in memory. Rows of inputs lie three apart, as q does in a packed qkv.
@@ -264,12 +294,13 @@ def _values(shape: Sequence[int], walk: Layout, i: int, generator: torch.Generat
     return values
 
 
-def over_kernel_dims(region: NormRegion, walk: Layout) -> NormRegion:
-    """The region over the dims that its kernel walks: rows are alike, so the arithmetic is the same."""
+def _referee(region: NormRegion, walk: Layout) -> NormRegion:
+    """The region over the dims that its kernel walks (rows are alike, so the arithmetic is the same), for
+    plain PyTorch on the CPU to give what it gives on an accelerator."""
     rank = len(walk.sizes) + 1
     inputs = tuple(
         Operand(x.name, x.dtype, (*(("*" if m else 1 for m in operand.moving) if any(operand.moving) else ()),
                                   region.lane if operand.lane else 1))
         for x, operand in zip(region.inputs, walk.structure.operands))
     outputs = tuple(Output(out.value, out.dtype, tuple(range(rank))) for out in region.outputs)
-    return NormRegion(region.lane, rank, inputs, region.scalars, region.body, outputs)
+    return with_exact_numbers(NormRegion(region.lane, rank, inputs, region.scalars, region.body, outputs))

@@ -94,8 +94,8 @@ def test_bytes_of_the_articles_shape_are_the_ideal(kernel_cache):
     elements = 50220 * 3 * 128
     assert (run.read, run.written) == (run.ideal_read, run.ideal_written)
     assert run.written == 2 * elements and run.right
-    # The small launch has 3 programs; that of the model as many as there are vector cores.
-    assert run.read == 2 * elements + 3 * 2 * 128 * 2
+    # The small launch has 2 programs; that of the model as many as there are vector cores.
+    assert run.read == 2 * elements + 2 * 2 * 128 * 2
     assert ideal_bytes(kernel, kernel.grid) == (2 * elements + 40 * 2 * 128 * 2, 2 * elements)
     counted = launch_bytes(kernel, planned)
     assert 0 <= counted - sum(ideal_bytes(kernel, kernel.grid)) < 2 * 96 * 3 * 128 * 2  # ragged tiles

@@ -10,13 +10,13 @@ import torch
 
 pytest.importorskip("triton.backends.ascend", reason="needs triton-ascend")
 pytest.importorskip("ascendnpuir", reason="needs ascendnpu-ir")
-from grid import SOC, Case, compiled  # noqa: E402
+from grid import SOC, Case, cases, compiled  # noqa: E402
 
 from ascend_ln_fuse.kernels.ascend import evidence, samples  # noqa: E402
 from ascend_ln_fuse.kernels.ascend.conditioning import Conditioning  # noqa: E402
 from ascend_ln_fuse.kernels.ascend.evidence import check_calls, compile_kernel  # noqa: E402
 from ascend_ln_fuse.kernels.ascend.memory import InterpreterError  # noqa: E402
-from ascend_ln_fuse.kernels.ascend.samples import far_call, row_kinds, small_call  # noqa: E402
+from ascend_ln_fuse.kernels.ascend.samples import edge_calls, far_call, row_kinds, small_call  # noqa: E402
 from ascend_ln_fuse.kernels.ascend.verify import ORDINARY, _judge, verify  # noqa: E402
 from ascend_ln_fuse.kernels.call import Call  # noqa: E402
 from ascend_ln_fuse.kernels.launch import offline  # noqa: E402
@@ -138,6 +138,69 @@ def test_rows_beyond_2_31_elements():
     assert call.outputs[0].isnan().all() and x.shape[0] > 0
 
 
+# -- tiles
+
+#: Kind of site -> edits that break the walk over its tiles. A gate has a dim that rows do not run along.
+WALKS = {
+    "plain": [(r"tl\.minimum\(FIRST \+ PER, TILES\)", "tl.minimum(FIRST + 1, TILES)"),
+              (r"tl\.minimum\(FIRST \+ PER, TILES\)", "tl.minimum(FIRST + 2, TILES)"),
+              (r"FIRST = tl\.program_id\(0\) \* PER", "FIRST = tl.program_id(0)")],
+    "modulate": [(r"tl\.minimum\(FIRST \+ PER, TILES\)", "tl.minimum(FIRST + 1, TILES)"),
+                 (r"FIRST = tl\.program_id\(0\) \* PER", "FIRST = tl.program_id(0)"),
+                 (r"BLOCKS = \((N_.) \+ \d+\) // (\d+)", r"BLOCKS = \1 // \2 + 1"),
+                 (r"BLOCKS = \((N_.) \+ \d+\) // (\d+)", r"BLOCKS = tl.maximum((\1 + \2 - 1) // \2, 2)")],
+}
+
+
+@pytest.mark.parametrize("variant, edit", [(v, e) for v, edits in WALKS.items() for e in edits])
+def test_mistakes_in_the_walk_over_tiles_are_found(variant, edit):
+    """Programs that stop early or begin at the wrong tile, and too many tiles where the tile divides the
+    rows, or where there are fewer than it has."""
+    found = run(mutated(Case(variant, "bf16", 1024, "rows").kernel(), edit))
+    assert found.share == float("inf"), found
+
+
+def test_tiles_of_a_small_call():
+    """The first program has at least three, more than the last; and the last program of a far call two."""
+    for case in cases():
+        kernel = case.kernel()
+        call, rows = small_call(kernel), kernel.kernel.tile.rows
+        share, tiles = call.arguments[-1 - len(call.scalars)], call.walk.tiles(rows)
+        assert call.grid == 2 and share >= 3 and 2 <= tiles - share < share
+        assert rows == 1 or call.walk.rows % rows
+        sizes = [edge.walk.rows for edge in edge_calls(kernel)]
+        assert not sizes if rows == 1 else sizes[0] % rows == 0 < sizes[1] < rows
+        far = far_call(kernel)
+        assert far.walk.tiles(rows) - far.arguments[-1 - len(far.scalars)] == 2
+
+
+# -- numbers that a model adds
+
+NUMBERS = ["add(v0, 0.3)", "sub(v0, 0.3)", "sub(0.3, v0)", "add(v0, s)", "mul(v0, 0.3)", "div(v0, 0.3)"]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("op", NUMBERS)
+def test_a_number_is_not_rounded(op, dtype):
+    """As on an accelerator; PyTorch on the CPU rounds what is added, and so does a kernel that is wrong."""
+    r = parse(f"space [*, 128]\nin x: {dtype}[*, 128]\nscalar eps\nscalar s\n"
+              f"v0: {dtype} = rms_norm(x, none, eps)\nz: {dtype} = {op}\nout z: {dtype} order(0, 1)")
+    kernel = offline(r, [(4096, 128)], [(128, 1)], SOC)
+    assert run(kernel, scalars=(1e-5, 0.3)).right
+    if op.startswith(("add", "sub")):
+        rounded = torch.tensor(0.3).to({"bf16": torch.bfloat16, "f16": torch.float16}[dtype]).item()
+        pattern = r"(z = .*)\bs\b" if "s)" in op else r"(z = .*)\b0\.3\b"
+        assert not run(mutated(kernel, (pattern, rf"\g<1>{rounded!r}")), scalars=(1e-5, 0.3)).right
+
+
+def test_a_number_in_front_of_a_norm_and_one_that_cancels():
+    kernel = offline(parse(
+        "space [*, 128]\nin x: bf16[*, 128]\nscalar eps\nu: bf16 = add(x, 0.3)\n"
+        "v0: bf16 = rms_norm(u, none, eps)\nv1: bf16 = add(v0, 10000.0)\nz: bf16 = sub(v1, 10000.0)\n"
+        "out z: bf16 order(0, 1)\nout u: bf16 order(0, 1)"), [(4096, 128)], [(128, 1)], SOC)
+    assert run(kernel).right
+
+
 # -- what follows a norm makes its error larger in some elements than in others
 
 #: Name -> lines from the norm v0 to the output z.
@@ -207,6 +270,25 @@ def test_values_that_are_not_finite(bad):
     assert not judge(torch.full((2, 4), float("inf")), low=torch.full((2, 4), float("nan"))).right
 
 
+def test_results_at_the_end_of_the_range():
+    """A right kernel may round to infinity where PyTorch does not, or the other way round; of the same sign,
+    and only there."""
+    true = torch.tensor([[65510.0, -65510.0, 1.0, 2.0]], dtype=torch.float64)
+    still = torch.zeros_like(true)
+    carried = Conditioning(still, still + torch.tensor([100.0, 100.0, 0.0, 0.0]), still.bool())
+    inf = float("inf")
+
+    def judged(ours, low):
+        halves = (torch.tensor([row]).half() for row in (ours, low))
+        return _judge("rows", ORDINARY, *halves, true, carried, 1.0, 1)[0].right
+
+    assert judged([inf, -inf, 1, 2], [65504.0, -65504.0, 1, 2])
+    assert judged([65504.0, -65504.0, 1, 2], [inf, -inf, 1, 2])
+    assert not judged([-inf, -65504.0, 1, 2], [65504.0, -65504.0, 1, 2])
+    assert not judged([float("nan"), -65504.0, 1, 2], [65504.0, -65504.0, 1, 2])
+    assert not judged([65504.0, -65504.0, inf, 2], [65504.0, -65504.0, 1, 2])
+
+
 def test_a_kernel_that_writes_nan_in_one_row():
     found = run(mutated(kernel_of("layer_norm", "f32", 128),
                         (r"C_v0 \* RSTD_v0", "C_v0 * RSTD_v0 / tl.where(RSTD_v0 > 316.0, 0.0, 1.0)")))
@@ -228,7 +310,7 @@ def test_rows_are_made_for_the_eps_of_the_call():
     kernel = kernel_of("layer_norm", "f32", 128)
     deviations = []
     for eps in (1e-3, 1e-12):
-        call = small_call(kernel, SOC, scalars=(eps,))
+        call = small_call(kernel, scalars=(eps,))
         assert call.scalars == [eps] and call.arguments[-1] == eps
         place = [k.name for k in call.kinds].index(f"variance of the size of eps ({eps:g})")
         rows = call.inputs[0].select(1, 0) if call.axis == 0 else call.inputs[0][0]
@@ -292,6 +374,6 @@ def test_a_kernel_that_lost_double_buffering(soc, rows, monkeypatch):
 
 def test_kinds_are_in_every_small_call():
     """Also of a kernel that takes one row a tile."""
-    call = small_call(kernel_of("rms_norm", "bf16", 8192, "row"), SOC)
+    call = small_call(kernel_of("rms_norm", "bf16", 8192, "row"))
     assert call.inputs[0].shape[call.axis] >= len(call.kinds) == len(row_kinds(samples._eps_of(
         call.region, call.scalars)))

@@ -1,5 +1,7 @@
 """Inputs of the commands that end the program, or that no parser likes: one line, exit code 2."""
 
+import json
+import os
 import subprocess
 import sys
 
@@ -27,8 +29,54 @@ def test_sys_exit_in_a_model_is_no_success(function, tmp_path):
     assert result.returncode == 2 and "SystemExit" in result.stderr, result
 
 
+def ran(*arguments, **environment):
+    return subprocess.run([sys.executable, "-m", "ascend_ln_fuse", *map(str, arguments)], text=True,
+                          capture_output=True, env={**os.environ, **environment})
+
+
+def test_output_that_takes_ascii_only(tmp_path):
+    file = tmp_path / "model.py"
+    file.write_text("import torch\ndef norm(): return torch.nn.LayerNorm(64), torch.randn(2, 64)\n")
+    result = ran("explain", f"{file}:norm", PYTHONIOENCODING="ascii", LC_ALL="C")
+    assert result.returncode == 0 and "1 norm site, 1 fused" in result.stdout, result.stderr
+    assert "\\u2713" in result.stdout and "Unicode" not in result.stderr
+
+
+def test_no_temporary_directory(tmp_path):
+    """No verdict on a kernel: the compilers could not even begin."""
+    result = ran("check", "model.py:norm", TMPDIR=str(tmp_path / "nowhere"))
+    assert result.returncode == 2 and result.stdout == "" and result.stderr.startswith("Error: "), result
+    assert f"in TMPDIR={tmp_path / 'nowhere'}: No such file" in result.stderr
+
+
+def test_a_model_in_a_package(tmp_path):
+    """It is imported as a member, with what it imports from there."""
+    inner = tmp_path / "models_of_test" / "inner"
+    inner.mkdir(parents=True)
+    for folder in (inner, inner.parent):
+        (folder / "__init__.py").write_text("")
+    (inner.parent / "sizes.py").write_text("WIDTH = 64\n")
+    (inner / "model.py").write_text("import torch\nfrom ..sizes import WIDTH\n"
+                                    "def norm(): return torch.nn.LayerNorm(WIDTH), torch.randn(2, WIDTH)\n")
+    result = ran("explain", f"{inner / 'model.py'}:norm")
+    assert result.returncode == 0 and "1 norm site, 1 fused" in result.stdout, result.stderr
+
+
+@pytest.mark.parametrize("name", ["json", "csv", "click"])
+def test_a_model_file_named_as_a_module(name, tmp_path):
+    """Imported already, or not, or of another package: the command still has its own."""
+    file = tmp_path / f"{name}.py"
+    file.write_text("import torch\ndef norm(): return torch.nn.LayerNorm(64), torch.randn(2, 64)\n")
+    result = ran("explain", f"{file}:norm", "--json")
+    assert result.returncode == 0 and json.loads(result.stdout)["reports"][0]["fused"] == 1, result.stderr
+    code = f"import {name}; from ascend_ln_fuse.loading import load_example; " \
+           f"load_example({f'{file}:norm'!r}); import sys; assert sys.modules[{name!r}] is {name}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("name, text, said", [
-    ("kernel_details.csv", "Name,Type\nA," + "x" * 200_000 + "\n", "is no CSV"),
+    ("kernel_details.csv", "Name,Type\n\0" + "x" * 5000 + "\n", "is not a text file"),
     ("report.json", "[" * 100_000, "is no JSON"),
 ])
 def test_files_that_no_parser_likes(name, text, said, tmp_path):

@@ -211,6 +211,31 @@ def test_a_profile_shows_the_end_of_a_long_name():
     assert found.launches(name) == 1 and found.launches("aln_other") == 0
 
 
+def test_a_name_within_another_is_none_of_ours():
+    found = analyse([Launch(f"x{KERNEL}y", ""), Launch(f"{KERNEL}0", ""), Launch(KERNEL, "")])
+    assert found.launches(KERNEL) == 1
+
+
+def test_a_header_again_and_a_long_cell(tmp_path):
+    """Files that were put together, and the shapes of a call with very many inputs."""
+    limit = csv.field_size_limit()
+    shapes = ";".join(["1,2"] * 50_000)
+    rows = [*ROWS, HEADER, row(80, KERNEL, KERNEL, f'"""{shapes}"""')]
+    launches = read_launches(kernel_details(tmp_path, rows))
+    assert len(launches) == len(ROWS) + 1 and launches[-1].shapes == shapes
+    assert csv.field_size_limit() == limit
+
+
+@pytest.mark.parametrize("kernel", [None, 5, {}])
+def test_a_kernel_that_is_no_name(tmp_path, kernel):
+    data = report(KERNEL).to_dict()
+    data["sites"][0]["kernel"] = kernel
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ProfileError, match="is no report: the kernel and the place of a site are words"):
+        read_reports(path)
+
+
 @pytest.mark.parametrize("wrap", [lambda r: r, lambda r: [r, r], lambda r: {"soc": "x", "reports": [r]}])
 def test_reports_in_every_form(tmp_path, wrap):
     path = tmp_path / "report.json"
