@@ -131,7 +131,7 @@ def check(target: str, soc: str, verify: bool, jobs: int, grad: bool, as_json: b
     from .screens import show_evidence
 
     if verify and not can_run(soc):
-        raise Failure(f"--verify: the interpreter knows A2 and A3, not {soc}")
+        raise Failure(f"--verify: the interpreter knows A2 and A3, not {soc}; leave --verify out")
     _require_temporary_directory()
     reports = _reports(target, soc, grad)
     # Norms that share a launch share the call.

@@ -137,9 +137,13 @@ ALIASES = {
 
 
 def resolve_soc(soc: str) -> str:
-    """The compiler's name of a SoC; accepts `ALIASES`. ValueError lists what is known."""
+    """The compiler's name of a SoC, however it is capitalised; accepts `ALIASES`. ValueError lists what is
+    known."""
+    names = [name for names in GENERATIONS.values() for name in names]
+    written = {name.lower(): name for name in (*names, *ALIASES)}
+    soc = written.get(soc.lower(), soc)
     soc = ALIASES.get(soc, soc)
-    if not any(soc in names for names in GENERATIONS.values()):
+    if soc not in names:
         known = [
             textwrap.fill(f"{name}: {', '.join(names)}", 78, initial_indent="  ", subsequent_indent="      ")
             for name, names in GENERATIONS.items()
