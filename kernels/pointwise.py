@@ -37,12 +37,17 @@ class Pointwise:
 
 
 _SIGMOID = "1.0 / (1.0 + tl.exp(-({0})))"
-# tanh(u) = 1 - 2/(exp(2u)+1), which needs no libdevice; up to 0.625, where the difference cancels, the
-# polynomial of Cephes's tanhf.
+# tanh(|u|) = 1 - 2/(exp(2|u|)+1), which needs no libdevice (of -|u| the difference would cancel); up to
+# 0.625, where it cancels too, the polynomial of Cephes's tanhf. A factor `where(u < 0, -1, 1)` instead of two
+# differences comes out wrong from Ascend's compiler, or from our interpreter of its code.
+_REST = "2.0 / (tl.exp(2.0 * tl.abs({0})) + 1.0)"
 _SQUARED = "({0}) * ({0})"
 _TANH = (f"tl.where(tl.abs({{0}}) < 0.625, ({{0}}) + ({{0}}) * {_SQUARED} * (-0.333332819422 + {_SQUARED} * "
          f"(0.133314422036 + {_SQUARED} * (-0.0537397155531 + {_SQUARED} * (0.0206390887954 - {_SQUARED} * "
-         "0.00570498872745)))), 1.0 - 2.0 / (tl.exp(2.0 * ({0})) + 1.0))")
+         "0.00570498872745)))), "
+         f"tl.where(({{0}}) < 0, {_REST} - 1.0, 1.0 - {_REST}))")
+
+_MISH = "(tl.exp(tl.minimum({0}, 20.0)) * (tl.exp(tl.minimum({0}, 20.0)) + 2.0))"
 
 _TABLE = (
     Pointwise("add", 2, "torch.add", "{0} + {1}", commutative=True),
@@ -69,10 +74,8 @@ _TABLE = (
               "tl.maximum({0}, 0.0, propagate_nan=tl.PropagateNan.ALL)"),
     Pointwise("gelu", 1, "torch.nn.functional.gelu",
               "0.5 * ({0}) * (1.0 + tl.erf(({0}) * 0.7071067811865476))"),
-    # tanh(log(1+e)) = (e*e + 2e) / (e*e + 2e + 2) for e = exp(x), which loses nothing where e is small.
-    Pointwise("mish", 1, "torch.nn.functional.mish",
-              "({0}) * (1.0 - 2.0 / (tl.exp(tl.minimum({0}, 20.0)) * (tl.exp(tl.minimum({0}, 20.0)) + 2.0)"
-              " + 2.0))"),
+    # tanh(log(1+e)) = n / (n + 2) with n = e*(e+2), e = exp(x): no difference that cancels where e is small.
+    Pointwise("mish", 1, "torch.nn.functional.mish", f"({{0}}) * ({_MISH} / ({_MISH} + 2.0))"),
     Pointwise("hardswish", 1, "torch.nn.functional.hardswish",
               "({0}) * tl.minimum(tl.maximum(({0}) + 3.0, 0.0, propagate_nan=tl.PropagateNan.ALL), 6.0, "
               "propagate_nan=tl.PropagateNan.ALL) / 6.0"),

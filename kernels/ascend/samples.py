@@ -3,7 +3,8 @@
 In half precision a variance divided by D-1, or an eps ten times too large, changes ordinary rows by less
 than they are rounded. It shows in rows whose variance is about eps or below, and a variance computed as
 E[x^2] - mean^2 in rows whose mean is a thousand times their deviation. So the rows of every operand that
-has rows of its own are of `row_kinds`, one after the other.
+has rows of its own are of `row_kinds`, one after the other. Where no norm is in the kernel (an activation
+behind a linear layer), they are of `value_kinds`: an activation goes wrong far from 0.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from ..launch import Offline
 from ..layout import INT32_MAX, MAX_ROWS, Layout
 from ..reference import TORCH_DTYPES
-from ..region import NORMS, NormRegion, Operand, Output
+from ..region import NormRegion, Operand, Output
 from ..values import ancestors
 from .referee import with_exact_numbers
 
@@ -43,8 +44,8 @@ def row_kinds(eps: Sequence[float]) -> tuple[RowKind, ...]:
     for value in dict.fromkeys(eps):
         # Where eps is 0 or absurd, rows of that size would say nothing, or not be finite.
         deviation = min(max(math.sqrt(abs(value)), 2.0**-40), 1.0) if math.isfinite(value) else 1.0
-        kinds += [_small(f"variance of the size of eps ({value:g})", deviation),
-                  _small(f"variance far below eps ({value:g})", deviation / 16)]
+        kinds += [_scaled(f"variance of the size of eps ({value:g})", deviation),
+                  _scaled(f"variance far below eps ({value:g})", deviation / 16)]
     return (*kinds,
             RowKind("mean far above deviation", _spikes),
             RowKind("equal values", lambda _, shape: torch.full(shape, 3.0)),
@@ -52,7 +53,15 @@ def row_kinds(eps: Sequence[float]) -> tuple[RowKind, ...]:
             _with("one NaN", float("nan")), _with("one infinity", float("inf")))
 
 
-def _small(name: str, deviation: float) -> RowKind:
+def value_kinds() -> tuple[RowKind, ...]:
+    """The kinds of rows for a kernel without a norm."""
+    return (ORDINARY, _scaled("values of some tens", 30.0), _scaled("values of some hundreds", 300.0),
+            _scaled("small values", 2.0**-10), RowKind("zeros", lambda _, shape: torch.zeros(shape)),
+            _with("one NaN", float("nan")), _with("one infinity", float("inf")),
+            _with("one negative infinity", float("-inf")))
+
+
+def _scaled(name: str, deviation: float) -> RowKind:
     return RowKind(name, lambda generator, shape: torch.randn(shape, generator=generator) * deviation)
 
 
@@ -112,7 +121,7 @@ def small_call(offline: Offline, sizes: Sequence[int] | None = None,
     they are known at run time only.  seed: of the numbers in the tensors.
     """
     numbers, axis = _numbers(offline.region, scalars), _axis(offline)
-    kinds = row_kinds(_eps_of(offline.region, numbers))
+    kinds = row_kinds(_eps_of(offline.region, numbers)) if offline.region.norms else value_kinds()
     sizes = sizes or _sizes(offline, len(kinds), axis)
     return _call(offline, sizes, numbers, (ORDINARY,) if axis is None else kinds, axis, seed)
 
@@ -201,9 +210,11 @@ def _eps_of(region: NormRegion, numbers: Sequence[float]) -> list[float]:
 
 
 def _axis(offline: Offline) -> int | None:
-    """The dim along which a normalised value has rows of its own: the rows of a tile, if it can be."""
+    """The dim along which what is normalised (or, without a norm, any value) has rows of its own: the rows of
+    a tile, if it can be."""
     region, structure = offline.region, offline.walk.structure
-    above = ancestors(region, [line.args[0] for line in region.body if line.op in NORMS])
+    ends = [line.args[0] for line in region.norms] or [out.value for out in region.outputs]
+    above = ancestors(region, ends)
     rows = [x.moving for operand, x in zip(region.inputs, structure.operands)
             if x.lane and operand.name in above]
     outputs = structure.operands[len(region.inputs):]

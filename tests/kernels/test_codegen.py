@@ -11,6 +11,7 @@ from norm_cases import TEXTS, assert_right, inputs_for, region, scalars_for
 from ascend_ln_fuse.kernels.codegen import generate
 from ascend_ln_fuse.kernels.launch import launch_facts
 from ascend_ln_fuse.kernels.layout import Unsupported, layout
+from ascend_ln_fuse.kernels.pointwise import torch_function
 from ascend_ln_fuse.kernels.reference import reference
 from ascend_ln_fuse.kernels.region import parse
 from ascend_ln_fuse.kernels.source import KernelSource, Tile, load
@@ -214,3 +215,13 @@ def test_importing_does_not_import_triton():
     code = ("import sys; import ascend_ln_fuse.kernels.launch, ascend_ln_fuse.kernels.targets.interpreter;"
             "assert 'triton' not in sys.modules")
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("word", ["tanh", "mish", "silu", "sigmoid", "hardswish"])
+def test_activations_keep_their_digits(word):
+    """Relative to each value, from -15 to 15: where a difference cancels, a small result has none left."""
+    r = parse(f"space [*, 1024]\nin x: f32[*, 1024]\nv0: f32 = {word}(x)\nout v0: f32 order(0, 1)")
+    x = torch.linspace(-15, 15, 4096).view(4, 1024)
+    got, = run(r, [x], [], CUDA)
+    least = 2.0**-24 if word == "hardswish" else 0.0  # x + 3 next to 0
+    torch.testing.assert_close(got.double(), torch_function(word)(x.double()), rtol=2.0**-20, atol=least)

@@ -30,7 +30,7 @@ class Result:
     """What became of a model. `problem` is "" where all is well; the JSON of a result is its fields.
 
     Attributes:
-        skipped: why there is nothing to compare: Dynamo fails on the model, whatever the backend.
+        skipped: why there is nothing to compare: eager itself fails, or Dynamo does, whatever the backend.
         sites, fused: norm sites that the backend reports, and those that it fused.
         declined: reason -> number of sites.
         fallbacks: why plain PyTorch ran in the place of a kernel (never on the CPU, which has no kernels).
@@ -76,7 +76,11 @@ def measure(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") 
     model, inputs = catalogue.build(name)
     model, inputs = model.to(device, dtype), _cast(inputs, dtype, device)
     with torch.no_grad():
-        eager = run(model, inputs)
+        try:
+            eager = run(model, inputs)
+        except Exception as error:  # a dtype that the model is not written for
+            result.skipped = f"eager fails: {type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
+            return result
         reference, result.reference = _reference(model, inputs, eager)
         try:
             dynamo, graphs = _dynamo_alone(model, inputs)

@@ -190,7 +190,8 @@ def summary(results: list[dict]) -> str:
     fallbacks = sum(len(r["fallbacks"]) for r in results)
     parts.append(f"Sites that fell back to plain PyTorch while they ran: {fallbacks}.")
     if skipped := [r for r in results if r["skipped"]]:
-        parts.append(f"Models on which Dynamo fails, whatever the backend: {_listed(skipped)}.")
+        words = ", ".join(f"{r['name']} ({r['dtype']}; {r['skipped'].partition(':')[0]})" for r in skipped)
+        parts.append(f"Models that eager or Dynamo itself, whatever the backend, does not run: {words}.")
     others = Counter(r["reference"] for r in results if r["reference"] not in ("", "float64"))
     counts = "; ".join(f"{what}: {n} models" for what, n in others.items())
     parts.append("References other than float64, where that does not run or takes another way (another "
