@@ -41,6 +41,7 @@ def _layer_norm(x: torch.Tensor, lane: tuple[int, ...], weight: torch.Tensor | N
     PyTorch's backward of `F.layer_norm` for the CPU takes the mean out last (`a * dy + b * x + c`), and so
     loses mean/std of its digits; and its third derivative, and the gradient of its forward derivative, are
     wrong in torch 2.13 (they take the statistics for constants). bf16 and fp16 are computed in fp32 inside.
+    The values are those of `F.layer_norm`, to the bit, in any case.
     """
     written_out = weight is None and bias is None and x.dtype in (torch.float32, torch.float64) and (
         forward_ad._current_level >= 0 or
@@ -48,7 +49,10 @@ def _layer_norm(x: torch.Tensor, lane: tuple[int, ...], weight: torch.Tensor | N
     if not written_out:
         return F.layer_norm(x, lane, weight, bias, eps)
     centred = x - x.mean(-1, keepdim=True)
-    return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):  # no derivative needs y itself
+        y.copy_(F.layer_norm(x, lane, eps=eps))
+    return y
 
 
 def reference(region: NormRegion, inputs: Sequence[torch.Tensor],
