@@ -35,24 +35,26 @@ _LANE_FUNCTIONS = {"rotate_half": _rotate_half, "rotate_pairs": _rotate_pairs}
 
 def _layer_norm(x: torch.Tensor, lane: tuple[int, ...], weight: torch.Tensor | None,
                 bias: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """`F.layer_norm`, but written out where its derivatives are worse than those of a norm written out.
+    """`F.layer_norm` with the derivatives of a norm that is written out, where PyTorch's own are worse.
 
     Models that write their norm out have a region's norm without a weight (it is a line of its own).
-    PyTorch's backward of `F.layer_norm` for the CPU takes the mean out last (`a * dy + b * x + c`), and so
-    loses mean/std of its digits; and its third derivative, and the gradient of its forward derivative, are
-    wrong in torch 2.13 (they take the statistics for constants). bf16 and fp16 are computed in fp32 inside.
-    The values are those of `F.layer_norm`, to the bit, in any case.
+    PyTorch's backward for the CPU takes the mean out last (`a * dy + b * x + c`), and so loses mean/std of
+    its digits: it is given the centred x, whose mean is a constant to the gradient, since the norm does not
+    depend on it; a row whose sum overflows is not centred. The gradient of its forward derivative is wrong in
+    torch 2.13 (it takes the statistics for constants): there the norm is written out. Else the values are
+    those of `F.layer_norm(x)`, to the bit. bf16 and fp16 are computed in fp32 inside.
     """
-    written_out = weight is None and bias is None and x.dtype in (torch.float32, torch.float64) and (
-        forward_ad._current_level >= 0 or
-        x.requires_grad and torch.is_grad_enabled() and x.device.type == "cpu")
-    if not written_out:
-        return F.layer_norm(x, lane, weight, bias, eps)
-    centred = x - x.mean(-1, keepdim=True)
-    y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
-    with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):  # no derivative needs y itself
-        y.copy_(F.layer_norm(x, lane, eps=eps))
-    return y
+    if weight is None and bias is None and x.dtype in (torch.float32, torch.float64):
+        if forward_ad._current_level >= 0:
+            centred = x - x.mean(-1, keepdim=True)
+            return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+        if x.requires_grad and torch.is_grad_enabled() and x.device.type == "cpu" and \
+                x.dtype == torch.float32:
+            y = F.layer_norm(x - x.detach().mean(-1, keepdim=True).nan_to_num(0.0, 0.0, 0.0), lane, eps=eps)
+            with torch.no_grad():  # backward keeps the input and the statistics, not y
+                y.copy_(F.layer_norm(x, lane, eps=eps))
+            return y
+    return F.layer_norm(x, lane, weight, bias, eps)
 
 
 def reference(region: NormRegion, inputs: Sequence[torch.Tensor],

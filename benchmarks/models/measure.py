@@ -114,18 +114,20 @@ class _Cells:
     def reference(self) -> None:
         """The model's result in fp32, where that fits. TF32 is off, so it rounds 2**16 times as finely as
         bf16."""
-        tf32 = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+        cudnn, tf32 = torch.backends.cudnn, torch.backends.cuda.matmul.allow_tf32
         try:
-            torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+            torch.backends.cuda.matmul.allow_tf32 = False
             wide = {k: v.float() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
                     for k, v in self.inputs.items()}
-            self.exact = first(copy.deepcopy(self.model).float()(**wide)).double()
+            with cudnn.flags(enabled=cudnn.enabled, benchmark=cudnn.benchmark,
+                             deterministic=cudnn.deterministic, allow_tf32=False):
+                self.exact = first(copy.deepcopy(self.model).float()(**wide)).double()
             self.row["reference"] = "fp32"
             self.row["eager_error"] = _relative(self.eager, self.exact)
         except Exception as error:  # too large, most likely
             self.row["reference"] = f"none: {words(error)}"
         finally:
-            torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = tf32
+            torch.backends.cuda.matmul.allow_tf32 = tf32
         self._free()
 
     def compile_times(self) -> None:
