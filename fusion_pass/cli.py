@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import io
+import itertools
 import json
 import os
 import sys
@@ -168,14 +169,7 @@ def tune(target: str, device: str | None, grad: bool, as_json: bool) -> None:
 
     chosen = device_for_tuning(device)
     with contextlib.redirect_stdout(sys.stderr), _progress("graphs") as step:
-        example, graphs = load_example(target, empty=False), 0
-
-        def count(report) -> None:
-            nonlocal graphs
-            graphs += 1
-            step(graphs, None)
-
-        tuned = run(example, chosen, grad=grad, progress=count)
+        tuned = run(load_example(target, empty=False), chosen, grad=grad, progress=_counted(step))
     if as_json:
         _print_json({"target": target, **tuned.to_dict()})
     else:
@@ -229,16 +223,14 @@ def _reports(target: str, soc: str, grad: bool) -> list:
 
     with contextlib.redirect_stdout(sys.stderr), _progress("tracing") as step:
         ensure_npu()
-        example = load_example(target)
-        graphs = 0
-
-        def count(report) -> None:
-            nonlocal graphs
-            graphs += 1
-            step(graphs, None)
-
-        reports = trace(example, grad=grad, progress=count)
+        reports = trace(load_example(target), grad=grad, progress=_counted(step))
     return [_for_soc(report, soc) for report in reports]
+
+
+def _counted(step: Callable[[int, int | None], None]) -> Callable[[Any], None]:
+    """A function that tells `step` how often it was called: once a graph, of nobody knows how many."""
+    numbers = itertools.count(1)
+    return lambda report: step(next(numbers), None)
 
 
 def _for_soc(report, soc: str):

@@ -105,12 +105,8 @@ class _Reverse:
         """The value of that name, computed again where it was not kept."""
         if name not in self.values:
             stage = self.stages[name]
-            args = [self.argument(arg) for arg in stage.args]
-            numbers = [self.numbers[s] for s in stage.scalars]
-            if _activation(stage):
-                outputs = runner(stage.region.text)(args, numbers)
-            else:
-                outputs = self.graph(stage, args, numbers)
+            outputs = runner(stage.region.text)(*self.operands(stage)) if _activation(stage) else \
+                self.graph(stage)
             self.values.update(zip(stage.names, outputs))
         return self.values[name]
 
@@ -118,8 +114,13 @@ class _Reverse:
         self.value(name_of(ref))
         return operand(self.values, ref)
 
-    def graph(self, stage: RegionStage, args, numbers) -> list[torch.Tensor]:
+    def operands(self, stage: RegionStage) -> tuple[list[torch.Tensor], list[float]]:
+        """(tensors, scalars) of a region's call."""
+        return [self.argument(arg) for arg in stage.args], [self.numbers[s] for s in stage.scalars]
+
+    def graph(self, stage: RegionStage) -> list[torch.Tensor]:
         """The stage's outputs; what autograd needs for its gradient is kept."""
+        args, numbers = self.operands(stage)
         leaves = [arg.detach().requires_grad_(name_of(ref) in self.wanted)
                   for arg, ref in zip(args, stage.args)]
         with torch.enable_grad():
@@ -150,8 +151,7 @@ class _Reverse:
             self.activation(stage, _DERIVATIVES[word])
         else:
             if stage.names[0] not in self.graphs:
-                self.graph(stage, [self.argument(arg) for arg in stage.args],
-                           [self.numbers[s] for s in stage.scalars])
+                self.graph(stage)
             leaves, outputs = self.graphs.pop(stage.names[0])
             pairs = [(out, self.found.pop(name)) for name, out in zip(stage.names, outputs)
                      if name in self.found and out.requires_grad]

@@ -48,9 +48,11 @@ def faults(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def mutate(monkeypatch):
-    """`mutate(pattern, new)`: kernels are generated with what a regular expression matches replaced."""
-    original = launch.generate
+def mutate(request, monkeypatch):
+    """`mutate(pattern, new)`: kernels are generated with what a regular expression matches replaced. Whose: a
+    test file names the module that calls `generate` as GENERATES, where it is not launch.py."""
+    module = getattr(request.module, "GENERATES", launch)
+    original = module.generate
 
     def change(pattern: str, new: str) -> None:
         def generate(*args):
@@ -61,7 +63,7 @@ def mutate(monkeypatch):
             return replace(kernel, source=source)
 
         launch._function.cache_clear()
-        monkeypatch.setattr(launch, "generate", generate)
+        monkeypatch.setattr(module, "generate", generate)
 
     return change
 

@@ -8,7 +8,6 @@ import runpy
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ascend_ln_fuse import last_reports
-from ascend_ln_fuse.kernels import chain_ops, fused_linear_check, fused_linear_plan, launch, settings
+from ascend_ln_fuse.kernels import chain_ops, fused_linear_check, fused_linear_plan, settings
 from ascend_ln_fuse.kernels.chain_choice import LIBRARY, ONE_KERNEL, Choice, choose
 from ascend_ln_fuse.kernels.chain_ways import ChainRunner
 from ascend_ln_fuse.kernels.fused_linear import FusedLinear, GemmTile
@@ -28,6 +27,7 @@ from ascend_ln_fuse.kernels.fused_linear_structure import grouped, parse
 from ascend_ln_fuse.kernels.guard import SelfCheckError
 
 TILE = GemmTile(16, 32, 32)
+GENERATES = fused_linear_plan  # see conftest.mutate
 C = 32
 
 #: What a generated kernel says, as a regular expression, and what makes it wrong.
@@ -51,26 +51,6 @@ def one_kernel(question):
     if question.unsupported is not None:
         return Choice(LIBRARY, reason=question.unsupported)
     return Choice(ONE_KERNEL, TILE)
-
-
-@pytest.fixture
-def mutate(monkeypatch):
-    """`mutate(pattern, new)`: segments' kernels are generated with what a regular expression matches
-    replaced."""
-    original = fused_linear_plan.generate
-
-    def change(pattern: str, new: str) -> None:
-        def generate(*args):
-            kernel = original(*args)
-            source, found = re.subn(pattern, new, kernel.source)
-            if not found:  # no Exception: the net would catch that
-                pytest.fail(f"{pattern!r} is not in\n{kernel.source}")
-            return replace(kernel, source=source)
-
-        launch._function.cache_clear()
-        monkeypatch.setattr(fused_linear_plan, "generate", generate)
-
-    return change
 
 
 @pytest.fixture

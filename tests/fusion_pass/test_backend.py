@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from checks import assert_within_bound, tensors
+from small_models import Projected
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor import config as inductor
@@ -360,17 +361,6 @@ class Eps(nn.Module):
 
     def forward(self, x):
         return F.layer_norm(x, (16,), eps=self.eps) + F.layer_norm(x[:, :1], (16,), eps=1e-12)
-
-
-class Projected(nn.Module):
-    """Nothing here makes inductor compile C++, which takes long."""
-
-    def __init__(self):
-        super().__init__()
-        self.before, self.norm, self.after = nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16)
-
-    def forward(self, x):
-        return self.after(self.norm(self.before(x).unbind(1)[1]))
 
 
 class Pointwise(Projected):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_models import Projected
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
@@ -17,17 +18,6 @@ from ascend_ln_fuse import inductor_pass, last_reports, npugraph_ex_pass
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-it-works.md"
 REGION = torch.ops.ascend_ln_fuse.region.default
-
-
-class Projected(nn.Module):
-    """Products and norms alone: nothing here makes Inductor compile C++, which takes long."""
-
-    def __init__(self):
-        super().__init__()
-        self.before, self.norm, self.after = nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16)
-
-    def forward(self, x):
-        return self.after(self.norm(self.before(x).unbind(1)[1]))
 
 
 @pytest.fixture
