@@ -16,6 +16,7 @@ from .contract import check_contract
 from .graph import Lens
 from .kernels.chain_ops import chain_call
 from .kernels.ops import python_call
+from .kernels.region import one_line
 from .select import Taken
 from .site import Site
 
@@ -63,7 +64,7 @@ def _insert(graph: Graph, site: Site | ChainSite, env: dict, views: dict, tracea
     if traceable:
         name = "chain" if isinstance(site, ChainSite) else "region"
         op = graph.call_function(getattr(torch.ops.ascend_ln_fuse, name).default,
-                                 (fused.text, inputs, scalars), {"self_check": self_check})
+                                 (one_line(fused.text), inputs, scalars), {"self_check": self_check})
     else:
         call = chain_call if isinstance(site, ChainSite) else python_call
         op = graph.call_function(call(fused, self_check), (*inputs, *scalars))

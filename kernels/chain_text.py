@@ -16,7 +16,7 @@ import re
 from functools import lru_cache
 
 from .chain import Chain, LinearStage, Part, RegionStage
-from .region import parse
+from .region import lines, parse
 
 _CALL = re.compile(r"(?P<names>[\w, ]+) = (?P<op>region|linear|linear_kn)"
                    r"\((?P<args>[^;()]*)(?:; (?P<scalars>[\w, ]+))?\)\Z")
@@ -26,17 +26,17 @@ _INDENT = "    "
 
 @lru_cache(maxsize=4096)
 def parse_chain(text: str) -> Chain:
-    """The chain that `text` describes.
+    """The chain that `text` (also as one line) describes.
 
     Raises:
         ValueError: naming the line that cannot be read or has no meaning.
     """
-    lines = text.split("\n")
-    if not lines[0].startswith("chain ") or not lines[-1].startswith("out "):
+    first, *rest = lines(text)
+    last = rest.pop() if rest else ""
+    if not first.startswith("chain ") or not last.startswith("out "):
         raise ValueError("the text of a chain begins with 'chain ' and ends with 'out '")
-    inputs, _, scalars = lines[0].removeprefix("chain ").partition("; ")
+    inputs, _, scalars = first.removeprefix("chain ").partition("; ")
     stages = []
-    rest = lines[1:-1]
     while rest:
         call = rest.pop(0)
         body = []
@@ -46,7 +46,7 @@ def parse_chain(text: str) -> Chain:
             stages.append(_stage(call, "\n".join(body)))
         except ValueError as error:
             raise ValueError(f"{call!r}: {error}") from None
-    return Chain(_names(inputs), _names(scalars), tuple(stages), _names(lines[-1].removeprefix("out ")))
+    return Chain(_names(inputs), _names(scalars), tuple(stages), _names(last.removeprefix("out ")))
 
 
 def _stage(call: str, body: str) -> RegionStage | LinearStage:

@@ -35,7 +35,10 @@ def runner(text: str, self_check: str = DEFAULT_SELF_CHECK) -> Runner:
 
 @lru_cache(maxsize=4096)
 def _runner(text: str, self_check: str) -> Runner:
-    return Runner(parse(text), self_check=self_check)
+    region = parse(text)
+    if region.text != text:  # one line, as in a graph: the Runner of the text itself
+        return _runner(region.text, self_check)
+    return Runner(region, self_check=self_check)
 
 
 runner.cache_clear = _runner.cache_clear  # type: ignore[attr-defined]

@@ -52,6 +52,9 @@ LANE_OPS: dict[str, str] = {
 #: An argument of a line: a value's name, a scalar's name, a literal, or None for a missing operand.
 Arg = "str | float | None"
 
+#: what stands for a line break in `one_line`
+_BREAK = " | "
+
 _NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
 
 
@@ -257,14 +260,25 @@ def _arg(word: str) -> str | float | None:
     return float(word)
 
 
+def one_line(text: str) -> str:
+    """The text of a region or chain as the argument of an op in a graph, where it must be one line:
+    Inductor writes the calls of a graph, arguments and all, into the comments of its code."""
+    return text.replace("\n", _BREAK)
+
+
+def lines(text: str) -> list[str]:
+    """The lines of a text, be it as `one_line` wrote it."""
+    return text.replace(_BREAK, "\n").split("\n")
+
+
 @lru_cache(maxsize=4096)
 def parse(text: str) -> NormRegion:
-    """The region that `text` describes.
+    """The region that `text` (also as one line) describes.
 
     Raises:
         RegionError: naming the line that cannot be read or has no meaning.
     """
-    first, *rest = text.split("\n")
+    first, *rest = lines(text)
     head = _SPACE.match(first)
     if not head:
         raise RegionError(f"{first!r}: expected 'space [*, ..., D]'")

@@ -70,6 +70,17 @@ def test_inductor_keeps_its_products(monkeypatch):
     assert REGION in found and CHAIN not in found
 
 
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_an_op_is_one_line_of_a_printed_graph(inner, monkeypatch):
+    """Inductor writes the calls into the comments of its Triton kernels: a second line would be code."""
+    graphs = []
+    monkeypatch.setattr(backend, "_inner_compiler", lambda name: lambda gm, _: graphs.append(gm.graph) or gm)
+    with torch.no_grad():
+        torch.compile(Ffn(), backend="ascend_ln_fuse", options={**OFF, "inner": inner})(torch.randn(2, 5, 16))
+    ops = [node for node in graphs[0].nodes if node.target in (CHAIN, REGION)]
+    assert ops and not any("\n" in node.format_node() for node in ops)
+
+
 def test_no_guard_is_added():
     """As many graphs as the inner compiler alone has."""
     alone = CompileCounterWithBackend("aot_eager")

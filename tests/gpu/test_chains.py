@@ -69,6 +69,7 @@ def test_add_norm_and_projections_of_unequal_width(device):
 def test_every_tile_of_the_tuning_set_is_right(device):
     """A tile that gives other results than the library is dropped, with a note: there must be none."""
     for tokens in (1, 16, 128):
+        torch._dynamo.reset()  # which would take the code of an equal module
         check(Ffn().to(device).bfloat16(), torch.randn(1, tokens, C, device=device).bfloat16(), fused=1)
         for choice in last_reports()[-1].sites[0].chain_runner.choices.values():
             assert "other results" not in choice.reason, choice.reason
@@ -109,6 +110,7 @@ def test_a_choice_is_read_by_another_runner(device):
     from ascend_ln_fuse.kernels.chain_ops import chain_runner
 
     chain_runner.cache_clear()
+    torch._dynamo.reset()
     check(Ffn().to(device).bfloat16(), x, fused=1)
     assert last_reports()[-1].sites[0].chain_ways() == first
 

@@ -100,9 +100,8 @@ def test_training_step(dtype, device):
 
 @pytest.mark.real_gpu
 def test_with_inductor(device):
-    model = Attention().to(device, torch.bfloat16)
-    check(model, torch.randn(257, 384, device=device).bfloat16(), fused=2,
-          backend_options={"inner": "inductor"})
+    inputs = [torch.randn(*shape, device=device).bfloat16() for shape in ((257, 384), (1, 384), (1, 384))]
+    check(Block().to(device, torch.bfloat16), *inputs, fused=4, backend_options={"inner": "inductor"})
 
 
 @pytest.mark.real_gpu

@@ -7,12 +7,14 @@ from test_chain_backward import CHAINS, EPS, tensors
 from ascend_ln_fuse.kernels.chain import evaluate
 from ascend_ln_fuse.kernels.chain_ops import chain_runner
 from ascend_ln_fuse.kernels.chain_text import parse_chain
+from ascend_ln_fuse.kernels.region import one_line
 
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_it_is_read_back(name):
     chain, _ = CHAINS[name]
-    assert parse_chain(chain.text) == chain
+    assert parse_chain(chain.text) == parse_chain(one_line(chain.text)) == chain
+    assert "\n" not in one_line(chain.text)
     assert chain_runner(parse_chain(chain.text)) is chain_runner(chain)
 
 
