@@ -24,6 +24,7 @@ from .graph import Lens, hint, module_path, source_line
 from .kernels.chain_ops import chain_runner
 from .kernels.ops import runner
 from .kernels.settings import compile_seconds
+from .masks import without_needless_masks
 from .options import Options, parse_options, strict
 from .patterns import candidate, find_norms
 from .patterns.chain import extend_chains
@@ -79,24 +80,26 @@ def fuse_module(gm: GraphModule, chosen: Options) -> FusionReport:
     Where the pass fails, `gm` is as it was, and the report says why; in strict mode it raises.
     """
     started = time.perf_counter()
-    error = None
+    error, note = None, ""
     sites: list[SiteReport] = []
     original = gm.graph
     try:
-        graph, sites = fuse_graph(original, chosen)
-        if graph is not None:
-            gm.graph = graph
+        graph, note = without_needless_masks(original) if chosen.masks == "simplify" else (original, "")
+        fused, sites = fuse_graph(graph, chosen)
+        if fused is not None or graph is not original:
+            gm.graph = fused or graph
             _LazyGraphModule.force_recompile(gm)  # here, where a failure falls back
     except Exception as failure:
         if strict():
             raise
         if gm.graph is not original:
             gm.graph = original
+        note = ""
         error = f"{type(failure).__name__}: {failure}"
     with _lock:
         number = next(_graph_numbers)
     report = FusionReport(name=model_name(gm), graph_index=number, sites=tuple(sites),
-                          error=error, seconds=time.perf_counter() - started)
+                          error=error, seconds=time.perf_counter() - started, notes=(note,) if note else ())
     record(report)
     emit(report, chosen.report)
     return report

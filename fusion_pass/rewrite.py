@@ -49,6 +49,16 @@ def rewrite(lens: Lens, taken: Taken, traceable: bool, self_check: str) -> Graph
     return graph
 
 
+def copy_graph(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
+    """A copy to be changed, and the copy of each node."""
+    copied = Graph(owning_module=graph.owning_module)
+    copied._codegen = copy.deepcopy(graph._codegen)  # how inputs and outputs are packed
+    env: dict[Node, Node] = {}
+    for node in graph.nodes:
+        env[node] = _copy(copied, node, env)
+    return copied, env
+
+
 def _copy(graph: Graph, node: Node, env: dict) -> Node:
     result = graph.node_copy(node, env.__getitem__)
     if hasattr(node, "_dynamo_source"):  # of an input; AOTAutograd asks for it
