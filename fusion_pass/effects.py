@@ -194,7 +194,7 @@ def _writes_first(node: Node, name: str) -> bool:
         return False
     if getattr(node.target, "__module__", None) in ("_operator", "operator"):
         return name in _INPLACE_OPERATORS
-    return _binds_inplace(node)
+    return binds_inplace(node)
 
 
 _INPLACE_OPERATORS = frozenset(
@@ -203,15 +203,17 @@ _INPLACE_OPERATORS = frozenset(
 _INPLACE_METHODS = frozenset(f"__{name}__" for name in _INPLACE_OPERATORS) | {"set_data"}
 
 
-def _binds_inplace(node: Node) -> bool:
+def binds_inplace(node: Node) -> bool:
+    """Whether a function is called with `inplace=True`, by name or by position."""
     if node.kwargs.get("inplace"):
         return True
-    position = _inplace_position(node.target)
+    position = inplace_position(node.target)
     return position is not None and len(node.args) > position and bool(node.args[position])
 
 
 @lru_cache(maxsize=1024)
-def _inplace_position(target) -> int | None:
+def inplace_position(target) -> int | None:
+    """Where among its positional arguments a function takes `inplace`; None for one that takes none."""
     try:
         names = list(inspect.signature(target).parameters)
     except (TypeError, ValueError):
