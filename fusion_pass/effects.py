@@ -88,12 +88,14 @@ def storages_of(node: Node) -> frozenset:
 
 
 def is_idle_dropout(node: Node) -> bool:
-    """Whether `node` is a dropout whose `training` is False in the graph."""
+    """Whether `node` is a dropout whose `training` is False in the graph, or whose p is 0."""
     name = base_name(node) if node.op == "call_function" else None
     if name is None or "dropout" not in name or not node.args or not isinstance(node.args[0], Node):
         return False
+    p = node.args[1] if len(node.args) > 1 else node.kwargs.get("p")
     training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", node.kwargs.get("train"))
-    return training is False and isinstance(value_of(node), torch.Tensor)
+    idle = training is False or (isinstance(p, (int, float)) and p == 0)
+    return idle and isinstance(value_of(node), torch.Tensor)
 
 
 def is_fence(node: Node) -> bool:

@@ -26,6 +26,8 @@ from .effects import (
     Effects,
     effects_of,
     is_fence,
+    is_idle_dropout,
+    storages,
     storages_of,
     tensors_of,
     transform_depth_change,
@@ -119,6 +121,13 @@ class Lens:
         self.written: set = set()
         self.overwritten: set = set()
         self._facts: dict[str, dict] = defaultdict(dict)
+        #: memory that the fakes of idle dropouts, and of views of them, have for themselves -> whose it is
+        self._renamed: dict = {}
+        for node in filter(is_idle_dropout, self.nodes):
+            whose = self.storages(node.args[0])
+            for key in storages(value_of(node)) - whose if len(whose) == 1 else ():
+                self._renamed[key], = whose
+        self._facts["storages"].clear()
         effects = [effects_of(node, self.storages) for node in self.nodes]
         self.order = self._order(effects)
         self.updates: dict[Node, str] = private_updates(self, effects)
@@ -138,7 +147,8 @@ class Lens:
     @_fact
     def storages(self, node: Node) -> frozenset:
         """Keys of the memory behind what `node` yields (`effects.storages`)."""
-        return storages_of(node)
+        keys = storages_of(node)
+        return frozenset(self._renamed.get(key, key) for key in keys) if self._renamed else keys
 
     @_fact
     def bytes_of(self, node: Node) -> int:

@@ -31,8 +31,7 @@ _WHOLE_VIEWS = REGROUPING_VIEWS | frozenset(
     "to copy dropout unflatten permute transpose movedim unsqueeze squeeze swapaxes swapdims moveaxis t mT"
     .split())
 
-#: Ops whose results have memory of their own, unless the fakes say otherwise. (Not those of dropout: with p=0
-#: it yields its argument.)
+#: Ops whose results have memory of their own, unless the fakes say otherwise.
 _MAKERS = _WORDS | REGROUPING_VIEWS | frozenset(
     "to copy rsub layer_norm rms_norm matmul linear addmm conv2d cat stack mean sum var addcmul embedding "
     "scaled_dot_product_attention".split())

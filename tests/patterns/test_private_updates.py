@@ -279,9 +279,15 @@ def alias_among_the_operands(x):
 
 
 def other_numbers(x):
-    h = x.to(torch.bfloat16) * 2
-    h.view(torch.float16).mul_(0.5)
-    return ln(h)
+    return ln((x.to(torch.bfloat16) * 2).view(torch.float16).mul_(0.5))
+
+
+def input_written_through_a_view_of_an_idle_dropout(x):
+    return ln(F.dropout(x, 0.5, False).view(-1, D).mul_(s))
+
+
+def input_written_through_a_dropout_of_nothing(x):
+    return ln(F.dropout(x, 0.0, True).mul_(s))
 
 
 def modes_mixed(x):
@@ -312,6 +318,8 @@ LEFT = {view_read_later: ["mul"], alias_returned: ["mul"], part_alive: ["mul"], 
         modes_mixed: ["mul"], read_through_a_view_later: ["mul"], part_written: ["mul"],
         written_through_a_view: ["mul"], input_written: ["mul"], input_written_through_a_view: ["add"],
         input_written_through_an_identity: ["add"], input_written_through_an_idle_dropout: ["add"],
+        input_written_through_a_view_of_an_idle_dropout: ["mul"],
+        input_written_through_a_dropout_of_nothing: ["mul"],
         detached_read_later: ["mul"], written_by_others_too: ["mul"], shape_written: ["mul"],
         alias_among_the_operands: ["mul"], other_numbers: ["mul"], as_strided_later: ["mul"]}
 #: private, but no region computes them
