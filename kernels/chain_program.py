@@ -14,6 +14,7 @@ import torch
 
 from .chain import Chain, LinearStage, Part, RegionStage, linear, name_of
 from .chain_fused import FusedSegment
+from .frames import skip_frames_of
 from .launch import Runner
 
 
@@ -115,6 +116,7 @@ class _Writer:
                  *(f"    {line}" for line in self.lines),
                  f"    return ({_all(chain.outputs)},)"]
         exec(compile("\n".join(lines), "<ascend_ln_fuse chain>", "exec"), self.scope)
+        skip_frames_of(self.scope["run"])
         return self.scope["run"]
 
 
