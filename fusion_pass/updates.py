@@ -139,8 +139,10 @@ def _is_update_of(lens: Lens, update: Node, current: Node) -> bool:
         return False
     if not (before.requires_grad or after.requires_grad):
         return True
-    # Who else reads what is overwritten may need it for backward; eager then raises.
-    return target is current and list(target.users) == [update] and _word(current) in _KEEP_NO_RESULT and \
+    # Who else reads what is overwritten may need it for backward, where eager then raises: other nodes, the
+    # update itself (`h.mul_(h)`), the op that made it.
+    return target is current and list(target.users) == [update] and \
+        [*update.args, *update.kwargs.values()].count(target) == 1 and _word(current) in _KEEP_NO_RESULT and \
         all(lens.tensor(arg) is None or lens.tensor(arg).dtype == after.dtype for arg in others)
 
 

@@ -419,8 +419,8 @@ def test_gradients_are_those_of_eager(name):
 @pytest.mark.parametrize("function", [
     lambda x, w: ln(torch.sigmoid(x * w).mul_(2)), lambda x, w: ln((x * w).exp_().add_(1)),
     lambda x, w: ln(changed(h := x * w, lambda h: h.mul_(2)) + F.gelu(h).relu_().add_(1)),
-    lambda x, w: (F.gelu(h := x * w), ln(h.mul_(2))),
-], ids=["result needed", "written twice", "activation", "argument needed"])
+    lambda x, w: (F.gelu(h := x * w), ln(h.mul_(2))), lambda x, w: ln(changed(x * w, lambda h: h.mul_(h))),
+], ids=["result needed", "written twice", "activation", "argument needed", "itself"])
 def test_what_backward_refuses_is_refused(function):
     x = torch.randn(3, T, D, requires_grad=True)
     compiled = torch.compile(function, backend="ascend_ln_fuse", options={"report": "off"})

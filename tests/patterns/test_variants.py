@@ -408,7 +408,7 @@ LOOK_ALIKES = {
     "two dims, one restored": (lambda x: two_dims_one_restored(x[:, :4]), None),
     "kept and unsqueezed": (lambda x: x[0] * torch.rsqrt(ms(x[0]).unsqueeze(-1) + 1e-5), None),
     "rank grows": (lambda x: x[0, 0] * torch.rsqrt(ms(x[0]) + 1e-5), None),
-    "eps +=, of a view": (lambda x: plus_equals(ms(x), x, lambda v: v[:]), IN_PLACE),
+    "eps +=, of a view": (lambda x: plus_equals(ms(x), x, lambda v: v[:]), "memory is written"),
     "eps add_": (lambda x: (x * torch.rsqrt((v := ms(x))[:].add_(1e-5)), v), IN_PLACE),
     "rsqrt_": (lambda x: (x * (v := ms(x) + 1e-5)[:].rsqrt_(), v), IN_PLACE),
     "add_ rsqrt_": (lambda x: (x * (v := ms(x))[:].add_(1e-5).rsqrt_(), v), IN_PLACE),
