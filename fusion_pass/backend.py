@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import re
@@ -21,6 +22,15 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from . import cost
 from .chain_site import ChainSite
 from .graph import Lens, hint, module_path, source_line
+from .inner_choice import (
+    LEFT_SLOWER,
+    LEFT_UNKNOWN,
+    Question,
+    choose,
+    inductor_arguments,
+    settings_of,
+    without_cuda_graphs,
+)
 from .kernels.chain_ops import chain_runner
 from .kernels.ops import runner
 from .kernels.settings import compile_seconds
@@ -28,7 +38,7 @@ from .options import Options, parse_options, strict
 from .patterns import candidate, find_norms
 from .patterns.chain import extend_chains
 from .patterns.packed import join_packed
-from .report import FusionReport, SiteReport, emit, record
+from .report import FusionReport, SiteReport, emit, progress, record
 from .rewrite import rewrite
 from .select import select
 from .site import Decline, Site
@@ -59,12 +69,53 @@ def ascend_ln_fuse(gm: GraphModule, example_inputs, *,
         del kwargs["mode"]
         chosen = replace(chosen, inner=_GRAPH_COMPILERS.get(_device_type(example_inputs), "eager"))
     inner = _inner_compiler(chosen.inner)
+    if chosen.inner == "inductor":
+        kwargs = inductor_arguments(kwargs)
     if inner is None and kwargs:  # torch.compile(mode=...)
         given = ", ".join(f"{name}={value!r}" for name, value in kwargs.items())
         warnings.warn(f"ascend_ln_fuse ignores {given}: what is not fused runs as it is, unless "
                       "options={'inner': ...} names a compiler for it", stacklevel=2)
+    if inner is None:
+        fuse_module(gm, chosen)
+        return gm.forward
+    if chosen.inner_choice == "measure" and chosen.inner not in RUN_AS_WRITTEN and \
+            _device_type(example_inputs) != "cpu":
+        return _compile_the_faster(gm, example_inputs, chosen, inner, kwargs)
     fuse_module(gm, chosen)
-    return gm.forward if inner is None else inner(gm, example_inputs, **kwargs)
+    return inner(gm, example_inputs, **kwargs)
+
+
+def _compile_the_faster(gm: GraphModule, inputs, chosen: Options, inner: Callable, kwargs) -> Callable:
+    """What `inner` makes of the graph with its fused sites, or of the graph as it came."""
+    plain = _twin(gm)
+    report = _fused_module(gm, chosen)
+    choice = None
+    try:
+        if not report.fused:
+            return inner(gm, inputs, **kwargs)
+        trial = without_cuda_graphs(chosen.inner, kwargs)
+        compiled, choice = choose(Question(
+            chosen.inner, plain, gm, inputs, lambda form: inner(form, inputs, **kwargs),
+            None if trial is None else lambda form: inner(form, inputs, **trial),
+            settings=settings_of(chosen.inner, kwargs, chosen),
+            fell_back=lambda: any(site.fallback_words() for site in report.sites),
+            say=lambda words: progress(report, words, chosen.report)))
+        return compiled
+    finally:
+        if choice is not None:
+            words = choice.words(chosen.inner)
+            report = replace(report, choice=words) if choice.fused else report.left(words, (
+                LEFT_SLOWER if choice.times else LEFT_UNKNOWN))
+        _publish(report, chosen)
+
+
+def _twin(gm: GraphModule) -> GraphModule:
+    """A module with the graph of `gm`, which is to get another, and all that compilers read of it."""
+    twin = copy.copy(gm)
+    twin.meta = dict(gm.meta)
+    for name, value in vars(gm).items():  # Dynamo's notes on parameters, among others
+        vars(twin).setdefault(name, value)
+    return twin
 
 
 def _device_type(inputs) -> str:
@@ -78,6 +129,18 @@ def fuse_module(gm: GraphModule, chosen: Options) -> FusionReport:
 
     Where the pass fails, `gm` is as it was, and the report says why; in strict mode it raises.
     """
+    report = _fused_module(gm, chosen)
+    _publish(report, chosen)
+    return report
+
+
+def _publish(report: FusionReport, chosen: Options) -> None:
+    record(report)
+    emit(report, chosen.report)
+
+
+def _fused_module(gm: GraphModule, chosen: Options) -> FusionReport:
+    """`fuse_module`, the report not recorded."""
     started = time.perf_counter()
     error = None
     sites: list[SiteReport] = []
@@ -95,11 +158,8 @@ def fuse_module(gm: GraphModule, chosen: Options) -> FusionReport:
         error = f"{type(failure).__name__}: {failure}"
     with _lock:
         number = next(_graph_numbers)
-    report = FusionReport(name=model_name(gm), graph_index=number, sites=tuple(sites),
-                          error=error, seconds=time.perf_counter() - started)
-    record(report)
-    emit(report, chosen.report)
-    return report
+    return FusionReport(name=model_name(gm), graph_index=number, sites=tuple(sites),
+                        error=error, seconds=time.perf_counter() - started)
 
 
 def fuse_graph(graph: Graph, options: Options | None = None) -> tuple[Graph | None, list[SiteReport]]:

@@ -5,9 +5,6 @@ Both put `torch.ops.ascend_ln_fuse.region` into the graph, which those compilers
 
 from __future__ import annotations
 
-import hashlib
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -15,6 +12,7 @@ from torch.fx import Graph, GraphModule
 
 from .backend import fuse_module
 from .options import Options, parse_options
+from .versions import sources
 
 #: what the options of a pass may be: the compiler is the one that runs it
 _OPTIONS = ("report", "training", "self_check")
@@ -41,7 +39,7 @@ class InductorPass(CustomGraphPass):
     def uuid(self) -> Any:
         """Part of the key of Inductor's caches: another version of the pass compiles anew. The report is
         left out, since it does not change a graph."""
-        return ("ascend_ln_fuse", _sources(), self.options.training, self.options.self_check)
+        return ("ascend_ln_fuse", sources(), self.options.training, self.options.self_check)
 
 
 def inductor_pass(**options) -> InductorPass:
@@ -88,16 +86,3 @@ def _options(given: dict) -> Options:
                              f"{', '.join(_OPTIONS)}")
     # Any other word than "eager": the ops in the graph must be traceable.
     return parse_options({**given, "inner": "inductor"})
-
-
-@cache
-def _sources() -> str:
-    """A hash of this package's sources."""
-    digest = hashlib.sha256()
-    here = Path(__file__).parent
-    from . import kernels, patterns
-
-    for folder in (here, *(Path(package.__file__).parent for package in (kernels, patterns))):
-        for path in sorted(folder.glob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()

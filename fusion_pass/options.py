@@ -14,6 +14,7 @@ _CHOICES = {
     "report": ("off", "table", "full"),
     "training": ("fuse", "decline"),
     "self_check": SELF_CHECKS,
+    "inner_choice": ("measure", "fuse"),
 }
 
 
@@ -32,12 +33,17 @@ class Options:
             a sample of rows: "first_call" with new shapes, "always" on each call, or "off". A kernel
             outside the error bound is replaced by plain PyTorch, with a warning; "raise" is "first_call"
             but raises, also where a kernel does not compile or start.
+        inner_choice: what becomes of fused sites in front of an `inner` that fuses on its own, on an
+            accelerator: "measure" compiles the graph with them and without, times both and keeps the faster
+            one, and leaves what cannot be measured (gradients, written inputs, random numbers) to it; "fuse"
+            fuses without asking.
     """
 
     report: str = "table"
     inner: str = "eager"
     training: str = "fuse"
     self_check: str = DEFAULT_SELF_CHECK
+    inner_choice: str = "measure"
 
     def __post_init__(self) -> None:
         for field in fields(self):
