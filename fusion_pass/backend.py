@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch._dynamo.exc import RestartAnalysis
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
@@ -78,35 +79,39 @@ def ascend_ln_fuse(gm: GraphModule, example_inputs, *,
     if inner is None:
         fuse_module(gm, chosen)
         return gm.forward
-    if chosen.inner_choice == "measure" and chosen.inner not in RUN_AS_WRITTEN and \
-            _device_type(example_inputs) != "cpu":
-        return _compile_the_faster(gm, example_inputs, chosen, inner, kwargs)
-    fuse_module(gm, chosen)
-    return inner(gm, example_inputs, **kwargs)
-
-
-def _compile_the_faster(gm: GraphModule, inputs, chosen: Options, inner: Callable, kwargs) -> Callable:
-    """What `inner` makes of the graph with its fused sites, or of the graph as it came."""
-    plain = _twin(gm)
+    measured = chosen.inner_choice == "measure" and chosen.inner not in RUN_AS_WRITTEN and \
+        _device_type(example_inputs) != "cpu"
+    plain = _twin(gm) if measured else None
     report = _fused_module(gm, chosen)
-    choice = None
     try:
-        if not report.fused:
-            return inner(gm, inputs, **kwargs)
-        trial = without_cuda_graphs(chosen.inner, kwargs)
-        compiled, choice = choose(Question(
-            chosen.inner, plain, gm, inputs, lambda form: inner(form, inputs, **kwargs),
-            None if trial is None else lambda form: inner(form, inputs, **trial),
-            settings=settings_of(chosen.inner, kwargs, chosen),
-            fell_back=lambda: any(site.fallback_words() for site in report.sites),
-            say=lambda words: progress(report, words, chosen.report)))
-        return compiled
-    finally:
-        if choice is not None:
-            words = choice.words(chosen.inner)
-            report = replace(report, choice=words) if choice.fused else report.left(words, (
-                LEFT_SLOWER if choice.times else LEFT_UNKNOWN))
+        if plain is not None and report.fused:
+            compiled, report = _compile_the_faster(plain, gm, example_inputs, chosen, inner, kwargs, report)
+        else:
+            compiled = inner(gm, example_inputs, **kwargs)
+    except RestartAnalysis:
+        raise  # Dynamo comes again with another graph, which is the one to report
+    except Exception:
         _publish(report, chosen)
+        raise
+    _publish(report, chosen)
+    return compiled
+
+
+def _compile_the_faster(plain: GraphModule, fused: GraphModule, inputs, chosen: Options, inner: Callable,
+                        kwargs, report: FusionReport) -> tuple[Callable, FusionReport]:
+    """What `inner` makes of the graph with its fused sites, or of the graph as it came; and what became of
+    `report`."""
+    trial = without_cuda_graphs(chosen.inner, kwargs)
+    compiled, choice = choose(Question(
+        chosen.inner, plain, fused, inputs, lambda form: inner(form, inputs, **kwargs),
+        None if trial is None else lambda form: inner(form, inputs, **trial),
+        settings=settings_of(chosen.inner, kwargs, chosen),
+        fell_back=lambda: any(site.fallback_words() for site in report.sites),
+        say=lambda words: progress(report, words, chosen.report)))
+    words = choice.words(chosen.inner)
+    if choice.fused:
+        return compiled, replace(report, choice=words)
+    return compiled, report.left(words, LEFT_SLOWER if choice.times else LEFT_UNKNOWN)
 
 
 def _twin(gm: GraphModule) -> GraphModule:
