@@ -1,6 +1,8 @@
 """The pass for users who stay with another compiler: as a custom pass of Inductor's, and of npugraph_ex's.
 
-Both put `torch.ops.ascend_ln_fuse.region` into the graph, which those compilers see as one op.
+Both put `torch.ops.ascend_ln_fuse.region` into the graph, which those compilers see as one op. A pass works
+inside of one compilation, so neither can try the graph without fused sites and measure which is faster, as
+the backend does (`Options.inner_choice`): what fits is fused.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ def inductor_pass(**options) -> InductorPass:
 
         torch.compile(model, options={"pre_grad_custom_pass": ascend_ln_fuse.inductor_pass()})
 
-    It runs on Dynamo's graph, so training works too. Inductor may keep several passes in a list.
+    It runs on Dynamo's graph, so training works too. Inductor may keep several passes in a list. What fits is
+    fused, measured or not; the backend with options={"inner": "inductor"} keeps what is faster.
 
     Args:
         **options: report, training and self_check of `ascend_ln_fuse.Options`.
@@ -65,7 +68,7 @@ def npugraph_ex_pass(gm: GraphModule, example_inputs=None, config=None) -> None:
         torch.compile(model, backend="npugraph_ex",
                       options={"post_grad_custom_pre_pass": ascend_ln_fuse.npugraph_ex_pass})
 
-    Any compiler behind AOTAutograd can use it: `gm` is changed in place and recompiled.
+    Any compiler behind AOTAutograd can use it: `gm` is changed in place and recompiled. Nothing is measured.
 
     Args:
         gm: an ATen graph whose nodes carry fake tensors in meta["val"].

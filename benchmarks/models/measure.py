@@ -254,5 +254,6 @@ def _sites(reports: Sequence) -> dict[str, Any]:
     return {"found": len(sites), "fused": sum(report.fused for report in reports), "graphs": len(reports),
             "declined": dict(Counter(site.reason for site in sites if site.status == "declined")),
             "fallbacks": dict(Counter(text for site in sites if (text := site.fallback_words()))),
+            "choices": [report.choice for report in reports if report.choice],
             "ways": dict(Counter(way for site in sites for way in site.chain_ways())),
             "errors": [report.error for report in reports if report.error]}

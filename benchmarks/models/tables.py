@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -97,7 +98,7 @@ def compile_ratios(row: Row) -> list[float]:
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """What failed, was declined or fell back, a line each."""
+    """What failed, was declined, fell back or was left to Inductor, a line each."""
     lines = []
     for row in rows:
         if "failure" in row:
@@ -109,6 +110,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
             texts = [cell[key] for key in ("failure", "profile_failure") if key in cell]
             texts += [f"{count} x {what}: {words}" for what in ("declined", "fallbacks")
                       for words, count in sites.get(what, {}).items()]
+            texts += [f"{count} x {words}" if count > 1 else words
+                      for words, count in Counter(sites.get("choices", ())).items()]
             texts += [f"the pass failed: {error}" for error in sites.get("errors", ())]
             lines += [f"{row['model']}, {COLUMNS[name].title}: {text}" for text in texts]
     return lines

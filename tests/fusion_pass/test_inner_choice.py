@@ -4,6 +4,8 @@ compiler, the accelerator and its clock."""
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from small_models import Projected
 from torch import nn
 from torch._dynamo.exc import RestartAnalysis
+from torch._inductor import config as inductor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
@@ -433,6 +436,73 @@ def question(fuser) -> inner_choice.Question:
     graph, _ = backend.fuse_graph(plain.graph, Options(inner=INNER))
     fused = torch.fx.GraphModule(plain, graph)
     return inner_choice.Question(INNER, plain, fused, [given], lambda form: fuser(form, [given]))
+
+
+# Inductor's settings
+
+
+def test_where_graphs_are_recorded_the_trial_goes_without(fuser, clock, monkeypatch):
+    """Both forms are compiled for the trial and timed as graphs replay them; the chosen one is compiled
+    again."""
+    replayed = []
+    monkeypatch.setattr(measure, "replayed", lambda call, device: replayed.append(call.func.form) or call)
+    asked = question(fuser)
+    trials = []
+
+    def compile_trial(form):
+        trials.append(form)
+        return fuser(form, ())
+
+    compiled, choice = inner_choice.choose(replace(asked, compile_trial=compile_trial))
+    assert trials == [asked.fused, asked.plain] and replayed == [FUSED, PLAIN]
+    assert fuser.compiled == [FUSED, PLAIN, FUSED] and compiled.form == FUSED and choice.fused
+    inner_choice.choose(replace(asked, compile_trial=compile_trial))  # known: no trial
+    assert len(trials) == 2 and fuser.compiled[3:] == [FUSED]
+
+
+def test_modes_become_settings_of_inductors():
+    assert inner_choice.inductor_arguments({}) == {}
+    given = inner_choice.inductor_arguments({"mode": "reduce-overhead"})
+    assert given == {"config_patches": {"triton.cudagraphs": True}}
+    assert inner_choice.without_cuda_graphs("inductor", given) == {
+        "config_patches": {"triton.cudagraphs": False}}
+    tuned = inner_choice.inductor_arguments({"mode": "max-autotune-no-cudagraphs"})
+    assert tuned["config_patches"]["max_autotune"]
+    for name, kwargs in (("inductor", {}), ("inductor", tuned), ("other", given)):
+        assert inner_choice.without_cuda_graphs(name, kwargs) is None
+    with inductor.patch({"triton.cudagraphs": True}):
+        assert inner_choice.without_cuda_graphs("inductor", {}) == {
+            "config_patches": {"triton.cudagraphs": False}}
+
+
+def test_inductors_settings_are_part_of_the_question():
+    def settings(**kwargs):
+        return inner_choice.settings_of("inductor", kwargs, Options())
+
+    assert settings() == settings() != settings(config_patches={"max_autotune": True})
+    with inductor.patch(max_autotune=not inductor.max_autotune):
+        changed = settings()
+    assert changed != settings()
+    assert inner_choice.settings_of("other", {}, Options()) != settings()
+
+
+def test_a_mode_reaches_inductor(monkeypatch):
+    """As a function, the backend takes a mode beside its options."""
+    seen = []
+    monkeypatch.setattr(backend, "_inner_compiler",
+                        lambda name: lambda gm, inputs, **kwargs: seen.append(kwargs) or gm.forward)
+    ours = partial(backend.ascend_ln_fuse, options={"report": "off", "inner": "inductor"})
+    with torch.no_grad():
+        torch.compile(Projected(), backend=ours, mode="max-autotune-no-cudagraphs")(x())
+    assert seen[0]["config_patches"]["max_autotune"]
+
+
+def test_the_text_of_a_graph_is_the_same_in_every_process():
+    def text():
+        return inner_choice.graph_text(question(Fuser()).plain.graph)
+
+    assert text() == text() and " at 0x" not in text()
+    assert "layer_norm" in text() and "torch.float32 ['2', '3', '16'] ['48', '16', '1'] cpu" in text()
 
 
 # Threads
