@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import itertools
 import re
@@ -24,8 +23,12 @@ from . import cost
 from .chain_site import ChainSite
 from .graph import Lens, hint, module_path, source_line
 from .inner_choice import (
+    FUSED,
     LEFT_SLOWER,
     LEFT_UNKNOWN,
+    PLAIN,
+    SHORT,
+    SHORT_ROW,
     Question,
     choose,
     inductor_arguments,
@@ -79,13 +82,13 @@ def ascend_ln_fuse(gm: GraphModule, example_inputs, *,
     if inner is None:
         fuse_module(gm, chosen)
         return gm.forward
-    measured = chosen.inner_choice == "measure" and chosen.inner not in RUN_AS_WRITTEN and \
-        _device_type(example_inputs) != "cpu"
-    plain = _twin(gm) if measured else None
+    original = gm.graph
     report = _fused_module(gm, chosen)
     try:
-        if plain is not None and report.fused:
-            compiled, report = _compile_the_faster(plain, gm, example_inputs, chosen, inner, kwargs, report)
+        if report.fused and chosen.inner_choice == "measure" and chosen.inner not in RUN_AS_WRITTEN and \
+                _device_type(example_inputs) != "cpu":
+            compiled, report = _compile_the_fastest(gm, original, example_inputs, chosen, inner, kwargs,
+                                                    report)
         else:
             compiled = inner(gm, example_inputs, **kwargs)
     except RestartAnalysis:
@@ -97,26 +100,40 @@ def ascend_ln_fuse(gm: GraphModule, example_inputs, *,
     return compiled
 
 
-def _compile_the_faster(plain: GraphModule, fused: GraphModule, inputs, chosen: Options, inner: Callable,
-                        kwargs, report: FusionReport) -> tuple[Callable, FusionReport]:
-    """What `inner` makes of the graph with its fused sites, or of the graph as it came; and what became of
-    `report`."""
+def _compile_the_fastest(gm: GraphModule, original: Graph, inputs, chosen: Options, inner: Callable, kwargs,
+                         report: FusionReport) -> tuple[Callable, FusionReport]:
+    """What `inner` makes of the fused graph of `gm`, of one with some of its sites, or of the graph as it
+    came; and what became of `report`."""
+    forms, kept = {FUSED: gm}, {FUSED: {site.node for site in report.sites}, PLAIN: set()}
+    some, kept[SHORT] = _short_rows_fused(original, chosen)
+    if some is not None and len(kept[SHORT]) < report.fused:
+        forms[SHORT] = _twin(gm, some)
+    forms[PLAIN] = _twin(gm, original)
     trial = without_cuda_graphs(chosen.inner, kwargs)
     compiled, choice = choose(Question(
-        chosen.inner, plain, fused, inputs, lambda form: inner(form, inputs, **kwargs),
+        chosen.inner, forms, inputs, lambda form: inner(form, inputs, **kwargs),
         None if trial is None else lambda form: inner(form, inputs, **trial),
         settings=settings_of(chosen.inner, kwargs, chosen),
         fell_back=lambda: any(site.fallback_words() for site in report.sites),
         say=lambda words: progress(report, words, chosen.report)))
-    words = choice.words(chosen.inner)
-    if choice.fused:
-        return compiled, replace(report, choice=words)
-    return compiled, report.left(words, LEFT_SLOWER if choice.times else LEFT_UNKNOWN)
+    return compiled, report.chosen(choice.words(chosen.inner), LEFT_SLOWER if choice.times else LEFT_UNKNOWN,
+                                   kept[choice.form])
 
 
-def _twin(gm: GraphModule) -> GraphModule:
-    """A module with the graph of `gm`, which is to get another, and all that compilers read of it."""
-    twin = copy.copy(gm)
+def _short_rows_fused(graph: Graph, chosen: Options) -> tuple[Graph | None, set[str]]:
+    """The graph with the sites of short rows alone, and the names of their nodes; None where none are."""
+    try:
+        some, sites = fuse_graph(graph, chosen, lambda site: site.region.lane <= SHORT_ROW)
+    except Exception:
+        if strict():
+            raise
+        return None, set()
+    return some, {site.node for site in sites if site.status == "fused"}
+
+
+def _twin(gm: GraphModule, graph: Graph) -> GraphModule:
+    """A module with another graph over what `gm` holds, and all that compilers read of `gm`."""
+    twin = GraphModule(gm, graph)
     twin.meta = dict(gm.meta)
     for name, value in vars(gm).items():  # Dynamo's notes on parameters, among others
         vars(twin).setdefault(name, value)
@@ -167,13 +184,15 @@ def _fused_module(gm: GraphModule, chosen: Options) -> FusionReport:
                         error=error, seconds=time.perf_counter() - started)
 
 
-def fuse_graph(graph: Graph, options: Options | None = None) -> tuple[Graph | None, list[SiteReport]]:
+def fuse_graph(graph: Graph, options: Options | None = None,
+               wanted: Callable[[Site], bool] | None = None) -> tuple[Graph | None, list[SiteReport]]:
     """The fused form of a Dynamo or ATen graph whose nodes carry fakes, and a report per norm site.
 
-    `graph` itself is left as it is; the first result is None where nothing was fused.
+    `graph` itself is left as it is; the first result is None where nothing was fused. Sites that would be
+    fused and are not `wanted` stay as they are, and have no report.
     """
     with _collector_paused():
-        return _fuse_graph(graph, options or Options())
+        return _fuse_graph(graph, options or Options(), wanted)
 
 
 @contextmanager
@@ -189,7 +208,8 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _fuse_graph(graph: Graph, options: Options) -> tuple[Graph | None, list[SiteReport]]:
+def _fuse_graph(graph: Graph, options: Options,
+                wanted: Callable[[Site], bool] | None) -> tuple[Graph | None, list[SiteReport]]:
     lens = Lens(graph)
     norms, refused = find_norms(lens)
     claimed = {node for found in norms for node in found.norm.interior}
@@ -197,6 +217,8 @@ def _fuse_graph(graph: Graph, options: Options) -> tuple[Graph | None, list[Site
     candidates = [candidate(lens, found, claimed, no_grad) for found in norms]
     taken, lost = select(lens, candidates, claimed)
     join_packed(lens, taken)
+    if wanted is not None:
+        taken = taken.only(wanted)
     if options.inner in RUN_AS_WRITTEN:
         extend_chains(lens, taken, differentiable=options.inner == "eager")
     by_out = {found.norm.out: found.norm for found in norms}

@@ -1,14 +1,15 @@
-"""Whether sites stay fused in front of a compiler that fuses on its own: measured once a graph, and kept.
+"""Which sites stay fused in front of a compiler that fuses on its own: measured once a graph, and kept.
 
 A fused site is one op that such a compiler cannot see into. Often that op is faster than what the compiler
-makes of the site, and sometimes what it keeps the compiler from is worth more. So both forms of the graph are
-compiled, run on the inputs of the first call and timed by turns; the plain one is taken unless the fused one
-is clearly faster. All of it happens while the graph is compiled, because Dynamo hands over the inputs of the
-call that it compiles for: what runs later is the compiled graph itself, with nothing in front of it, and
-Dynamo sets the random stream back to where it was.
+makes of the site, and sometimes what it keeps the compiler from is worth more. So a graph comes in forms:
+with all of its sites, with those of short rows (q and k, with their rotary embedding), where one launch does
+what such compilers do worst, and as it was. All are compiled, run on the inputs of the first call and timed
+by turns; the plain one is taken unless another is clearly faster. It happens while the graph is compiled,
+because Dynamo hands over the inputs of the call that it compiles for: what runs later is the compiled graph
+itself, with nothing in front of it, and Dynamo sets the random stream back to where it was.
 
 The choice is kept on disk (kernels/store.py) under the device, the versions, the settings and the text of the
-graph: the next process compiles the chosen form only. An entry is one bit and what to print; a wrong one can
+graph: the next process compiles the chosen form only. An entry is a word and what to print; a wrong one can
 make a graph slower, never wrong.
 """
 
@@ -44,16 +45,20 @@ from .kernels.store import Store
 from .options import Options
 from .versions import sources
 
-#: By how much the fused graph must beat the plain one: below it, the difference is noise.
+#: By how much a form must beat the plain one: below it, the difference is noise.
 MARGIN = 1.01
 
-#: Seconds of timing, both forms together. A form that takes longer than that is timed once.
+#: Seconds of timing, all forms together. Forms that take longer are timed once.
 SECONDS = 0.5
 
-#: Seconds of one compilation from which on the user is told that there is another.
+#: Seconds of one compilation from which on the user is told that there are others.
 LONG_SECONDS = 5.0
 
-FUSED, PLAIN = "fused", "plain"
+#: Columns up to which a row is short: a head's.
+SHORT_ROW = 256
+
+#: The forms of a graph.
+FUSED, SHORT, PLAIN = "fused", "short rows fused", "plain"
 
 #: Reasons of sites in a graph that runs without them.
 LEFT_SLOWER = "left to the inner compiler, which is as fast without it, or faster"
@@ -68,21 +73,21 @@ class Choice:
     """Which form of a graph is run.
 
     Attributes:
-        fused: the one with fused sites.
-        times: FUSED and PLAIN -> milliseconds of a call, the median; empty where nothing was measured.
-        reason: why nothing was measured, or what became of the form that was not.
+        form: FUSED, SHORT or PLAIN.
+        times: form -> milliseconds of a call, the median; empty where nothing was measured.
+        reason: why nothing was measured, or what became of a form that was not.
         lasting: False where other processes should measure again: something failed that may work there.
     """
 
-    fused: bool
+    form: str
     times: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
     lasting: bool = True
 
     def words(self, inner: str) -> str:
         """In a line: "left to inductor: plain 12.3 ms, fused 12.9 ms"."""
-        start = f"fused, with {inner} around" if self.fused else f"left to {inner}"
-        times = ", ".join(f"{name} {_milliseconds(self.times[name])}" for name in (PLAIN, FUSED)
+        start = f"left to {inner}" if self.form == PLAIN else f"{self.form}, with {inner} around"
+        times = ", ".join(f"{name} {_milliseconds(self.times[name])}" for name in (PLAIN, FUSED, SHORT)
                           if name in self.times)
         return f"{start}: {'; '.join(filter(None, (times, self.reason)))}"
 
@@ -93,23 +98,22 @@ def _milliseconds(ms: float) -> str:
 
 @dataclass(frozen=True)
 class Question:
-    """A graph in two forms, and how to compile them.
+    """A graph in its forms, and how to compile them.
 
     Attributes:
         inner: the name of the compiler.
-        plain, fused: the forms.
+        forms: the form's word -> the form; PLAIN is one, and the first is what is fused without a choice.
         inputs: of the call that the graph is compiled for, as Dynamo hands them over.
         compile: compiles a form.
         compile_trial: compiles it without CUDA graphs, which must not be recorded for a trial: what other
             graphs left in their memory would be gone. None where `compile` makes none.
         settings: what else the times depend on.
-        fell_back: whether plain PyTorch runs for a kernel of the fused form.
+        fell_back: whether plain PyTorch runs for a kernel of a fused form.
         say: prints a line of progress.
     """
 
     inner: str
-    plain: GraphModule
-    fused: GraphModule
+    forms: Mapping[str, GraphModule]
     inputs: Sequence[object]
     compile: Callable[[GraphModule], Callable]
     compile_trial: Callable[[GraphModule], Callable] | None = None
@@ -119,25 +123,25 @@ class Question:
 
 
 def choose(question: Question) -> tuple[Callable, Choice]:
-    """The compiled form that is faster, and why: measured, or as it was measured before.
+    """The compiled form that is fastest, and why: measured, or as it was measured before.
 
     Raises:
-        whatever the inner compiler raises for the plain form; in strict mode for the fused one, too.
+        whatever the inner compiler raises for the plain form; in strict mode for the others, too.
     """
     device, why = _accelerator(question.inputs)
-    why = why or unrepeatable(question.plain.graph) or _unreal(question.inputs)
+    why = why or unrepeatable(question.forms[PLAIN].graph) or _unreal(question.inputs)
     if why:
-        return _compiled(question, Choice(False, reason=f"not measured: {why}"))
+        return _compiled(question, Choice(PLAIN, reason=f"not measured: {why}"))
     key = _key(question, device)
     with _lock:
-        known = _stored(key)
+        known = _stored(key, question.forms)
         if known is None and measure.is_capturing(device):
-            known = Choice(False, reason="not measured: a graph of the device is being captured")
+            known = Choice(PLAIN, reason="not measured: a graph of the device is being captured")
         if known is not None:
             return _compiled(question, known)
         compiled, choice = _measured(question, device)
         if choice.lasting:
-            _store.put(key, {"fused": choice.fused, "reason": choice.reason[:500],
+            _store.put(key, {"form": choice.form, "reason": choice.reason[:500],
                              "times": {name: round(ms, 4) for name, ms in choice.times.items()}})
     return compiled, choice
 
@@ -229,57 +233,61 @@ def _unreal(inputs: Sequence[object]) -> str:
 
 
 def _compiled(question: Question, choice: Choice) -> tuple[Callable, Choice]:
-    """The chosen form alone, compiled; the plain one where the fused one fails."""
-    if choice.fused:
+    """The chosen form alone, compiled; the plain one where another fails."""
+    if choice.form != PLAIN:
         try:
-            return question.compile(question.fused), choice
+            return question.compile(question.forms[choice.form]), choice
         except Exception as error:
-            choice = Choice(False, reason=f"with fused sites: {_failure(error, FUSED)}", lasting=False)
-    return question.compile(question.plain), choice
+            choice = Choice(PLAIN, reason=f"{choice.form}: {_failure(error, choice.form)}", lasting=False)
+    return question.compile(question.forms[PLAIN]), choice
 
 
 def _measured(question: Question, device: torch.device) -> tuple[Callable, Choice]:
     args = [hint(x) if isinstance(x, torch.SymInt) else x for x in question.inputs]
-    forms = {FUSED: question.fused, PLAIN: question.plain}
     make = question.compile_trial or question.compile
     compiled: dict[str, Callable] = {}
     failed: dict[str, str] = {}
-    for name, form in forms.items():
+    for number, (name, form) in enumerate(question.forms.items()):
         started = time.perf_counter()
         try:
             trial = make(form)
             trial(*args)  # what is compiled or tuned at a first call
             compiled[name] = trial
         except Exception as error:
-            failed[name] = _failure(error, name)
+            failed[name] = f"{name}: {_failure(error, name)}"
         seconds = time.perf_counter() - started
-        if name == FUSED and seconds > LONG_SECONDS:
+        if number == 0 and seconds > LONG_SECONDS:
+            others = ", ".join(list(question.forms)[1:])
             question.say(f"{question.inner} took {seconds:.0f} s for the graph with fused sites, and now "
-                         "compiles it without them, to see which is faster")
+                         f"compiles it in other forms ({others}), to see which is fastest")
     choice = _judged(question, device, compiled, failed, args)
-    chosen = FUSED if choice.fused else PLAIN
-    if question.compile_trial is None and chosen in compiled:
-        return compiled[chosen], choice
+    if question.compile_trial is None and choice.form in compiled:
+        return compiled[choice.form], choice
     compiled.clear()  # before memory is needed for another
     return _compiled(question, choice)
 
 
 def _judged(question: Question, device: torch.device, compiled: Mapping[str, Callable],
             failed: Mapping[str, str], args: Sequence[object]) -> Choice:
-    if FUSED in failed:
-        return Choice(False, reason=f"with fused sites: {failed[FUSED]}", lasting=False)
+    """The fastest of the forms that were compiled and ran."""
+    reason = "; ".join(failed.values())
+    others = [name for name in compiled if name != PLAIN]
+    if not others:
+        return Choice(PLAIN, reason=reason, lasting=False)
     if PLAIN in failed:
-        return Choice(True, reason=f"without fused sites: {failed[PLAIN]}", lasting=False)
-    calls = [partial(compiled[name], *args) for name in (FUSED, PLAIN)]
+        return Choice(others[0], reason=reason, lasting=False)
+    calls = {name: partial(call, *args) for name, call in compiled.items()}
     try:
         if question.compile_trial is not None:
-            calls = [measure.replayed(call, device) for call in calls]
-        fused, plain = measure.by_turns(calls, device, SECONDS)
+            calls = {name: measure.replayed(call, device) for name, call in calls.items()}
+        found = dict(zip(calls, measure.by_turns(list(calls.values()), device, SECONDS)))
     except Exception as error:
-        return Choice(False, reason=f"not measured: {_failure(error, FUSED)}", lasting=False)
-    times = {FUSED: median(fused), PLAIN: median(plain)}
+        return Choice(PLAIN, reason=f"not measured: {_failure(error, others[0])}", lasting=False)
+    times = {name: median(turns) for name, turns in found.items()}
+    faster = [name for name in others if clearly_less(found[name], found[PLAIN])]
     # A kernel that was late or without memory here may run elsewhere.
-    return Choice(clearly_less(fused, plain), times, lasting=not question.fell_back())
+    return Choice(min(faster, key=times.__getitem__, default=PLAIN), times, reason,
+                  lasting=not failed and not question.fell_back())
 
 
 def clearly_less(ours: Sequence[float], other: Sequence[float]) -> bool:
@@ -291,8 +299,8 @@ def clearly_less(ours: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def _failure(error: Exception, form: str) -> str:
-    """What failed, in a line. Raises `error` where it is no reason to take the other form."""
-    if isinstance(error, RestartAnalysis) or device_lost(error) or (form == FUSED and strict()):
+    """What failed, in a line. Raises `error` where it is no reason to take another form."""
+    if isinstance(error, RestartAnalysis) or device_lost(error) or (form != PLAIN and strict()):
         raise error
     return _words(error)
 
@@ -301,7 +309,7 @@ def _failure(error: Exception, form: str) -> str:
 
 
 def _key(question: Question, device: torch.device) -> str:
-    text = hashlib.sha256(graph_text(question.plain.graph).encode()).hexdigest()
+    text = hashlib.sha256(graph_text(question.forms[PLAIN].graph).encode()).hexdigest()
     return "\n".join((measure.machine(device), f"sources {sources()}", f"inner {question.inner}",
                       question.settings, f"graph {text}"))
 
@@ -325,12 +333,12 @@ def _size(size) -> str:
     return str(size) if isinstance(size, int) else f"~{1 << (hint(size) - 1).bit_length()}"
 
 
-def _stored(key: str) -> Choice | None:
+def _stored(key: str, forms: Mapping[str, GraphModule]) -> Choice | None:
     entry = _store.get(key)
     if entry is None:
         return None
-    fused, times, reason = (entry.get(name) for name in ("fused", "times", "reason"))
-    if not isinstance(fused, bool) or not isinstance(reason, str) or not isinstance(times, dict) or \
-            not all(isinstance(ms, (int, float)) for ms in times.values()):
+    form, times, reason = (entry.get(name) for name in ("form", "times", "reason"))
+    if not isinstance(form, str) or form not in forms or not isinstance(reason, str) or \
+            not isinstance(times, dict) or not all(isinstance(ms, (int, float)) for ms in times.values()):
         return None
-    return Choice(fused, times, reason)
+    return Choice(form, times, reason)

@@ -17,7 +17,7 @@ import shutil
 import sys
 import threading
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -144,11 +144,12 @@ class FusionReport:
     def declined(self) -> int:
         return sum(site.status == DECLINED for site in self.sites)
 
-    def left(self, choice: str, reason: str) -> FusionReport:
-        """This report where the graph runs without its fused sites: they count as declined for `reason`."""
-        sites = (SiteReport(DECLINED, site.pattern, site.where, reason, site.node, device=site.device,
-                            hidden_kernels=site.hidden_kernels) if site.status == FUSED else site
-                 for site in self.sites)
+    def chosen(self, choice: str, reason: str, kept: Collection[str]) -> FusionReport:
+        """This report where the graph runs with some of its fused sites, those at the nodes `kept`. The
+        others count as declined for `reason`."""
+        sites = (site if site.status != FUSED or site.node in kept else SiteReport(
+                    DECLINED, site.pattern, site.where, reason, site.node, device=site.device,
+                    hidden_kernels=site.hidden_kernels) for site in self.sites)
         return replace(self, sites=tuple(sites), choice=choice)
 
     def title(self) -> str:

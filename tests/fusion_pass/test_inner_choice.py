@@ -24,7 +24,7 @@ from ascend_ln_fuse.kernels.store import Store
 
 REGION = torch.ops.ascend_ln_fuse.region.default
 INNER = "fuser"
-FUSED, PLAIN = inner_choice.FUSED, inner_choice.PLAIN
+FUSED, SHORT, PLAIN = inner_choice.FUSED, inner_choice.SHORT, inner_choice.PLAIN
 
 
 class Fuser:
@@ -40,7 +40,8 @@ class Fuser:
         self.compiled, self.ran, self.fail, self.fail_run = [], [], {}, {}
 
     def __call__(self, gm, inputs, **kwargs):
-        form = FUSED if any(node.target is REGION for node in gm.graph.nodes) else PLAIN
+        targets = {node.target for node in gm.graph.nodes}
+        form = PLAIN if REGION not in targets else SHORT if F.layer_norm in targets else FUSED
         self.compiled.append(form)
         if form in self.fail:
             raise self.fail[form]
@@ -148,7 +149,7 @@ def test_the_report_has_the_times(fuser, clock, capsys):
 def test_a_long_compilation_says_that_there_is_another(fuser, clock, monkeypatch, capsys):
     monkeypatch.setattr(inner_choice, "LONG_SECONDS", -1.0)
     run(Projected(), x(), options={"report": "table"})
-    assert "and now compiles it without them" in capsys.readouterr().err
+    assert "and now compiles it in other forms (plain)" in capsys.readouterr().err
     new_process(monkeypatch)
     run(Projected(), x(5))
     assert not capsys.readouterr().err
@@ -182,6 +183,62 @@ def test_nothing_is_measured_on_a_cpu(fuser, clock, monkeypatch):
     monkeypatch.setattr(backend, "_device_type", lambda inputs: "cpu")
     report = run(Projected(), x())
     assert fuser.compiled == [FUSED] and report.fused == 1 and not clock.measured
+
+
+class Heads(nn.Module):
+    """A long row, and two short ones in one launch."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(512), nn.Linear(512, 96)
+        self.norm_q, self.norm_k = nn.LayerNorm(16), nn.LayerNorm(16)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x.bfloat16().float())).view(-1, 3, 2, 16).unbind(1)
+        return self.norm_q(q), self.norm_k(k), v
+
+
+@pytest.mark.parametrize("fused, short, kept", [
+    (1.0, 0.9, SHORT), (0.9, 1.0, FUSED), (3.0, 1.0, SHORT), (1.0, 3.0, FUSED), (3.0, 3.0, PLAIN),
+    (1.99, 1.99, PLAIN)])
+def test_sites_of_short_rows_alone(fused, short, kept, fuser, clock, monkeypatch):
+    clock.times = {FUSED: [fused], SHORT: [short], PLAIN: [2.0]}
+    model = Heads()
+    report = run(model, torch.randn(4, 512))
+    assert fuser.compiled == [FUSED, SHORT, PLAIN] and fuser.ran[-1] == kept
+    assert report.fused == {FUSED: 3, SHORT: 2, PLAIN: 0}[kept] and report.found == 3
+    assert [site.status for site in report.sites][1:] == ["declined" if kept == PLAIN else "fused"] * 2
+    assert report.choice.endswith(f"plain 2.000 ms, fused {fused:.3f} ms, short rows fused {short:.3f} ms")
+    assert report.choice.split(":")[0] == ("left to fuser" if kept == PLAIN else f"{kept}, with fuser around")
+    new_process(monkeypatch)
+    del fuser.compiled[:]
+    assert run(model, torch.randn(4, 512)).to_dict()["sites"] == report.to_dict()["sites"]
+    assert fuser.compiled == [kept]
+
+
+def test_a_form_that_fails_leaves_the_others(fuser, clock, monkeypatch):
+    clock.times = {FUSED: [1.0], SHORT: [1.5], PLAIN: [2.0]}
+    fuser.fail[FUSED] = RuntimeError("no lowering")
+    report = run(Heads(), torch.randn(4, 512))
+    assert fuser.ran[-1] == SHORT and report.fused == 2
+    assert report.choice == ("short rows fused, with fuser around: plain 2.000 ms, "
+                             "short rows fused 1.500 ms; fused: RuntimeError: no lowering")
+    new_process(monkeypatch)  # nothing is kept
+    fuser.fail.clear()
+    assert run(Heads(), torch.randn(4, 512)).fused == 3
+
+
+def test_a_form_that_cannot_be_made_is_none(fuser, clock, monkeypatch):
+    original = backend.fuse_graph
+
+    def fuse_graph(graph, options, wanted=None):
+        if wanted is not None:
+            raise RuntimeError("broken")
+        return original(graph, options)
+
+    monkeypatch.setattr(backend, "fuse_graph", fuse_graph)
+    assert run(Heads(), torch.randn(4, 512)).fused == 3
+    assert fuser.compiled == [FUSED, PLAIN]
 
 
 # What is remembered
@@ -227,9 +284,10 @@ def test_symbolic_sizes_count_by_their_power_of_two(fuser, clock):
 
 
 @pytest.mark.parametrize("entry", [
-    b"", b"{", b"\xff\x00", {"fused": "yes", "times": {}, "reason": ""}, {"fused": True},
-    {"fused": True, "times": {"plain": "1"}, "reason": ""}, {"fused": True, "times": [], "reason": ""},
-    {"fused": True, "times": {}, "reason": None}], ids=str)
+    b"", b"{", b"\xff\x00", {"form": "melted", "times": {}, "reason": ""}, {"form": FUSED},
+    {"form": SHORT, "times": {}, "reason": ""},  # this graph has no such form
+    {"form": FUSED, "times": {"plain": "1"}, "reason": ""}, {"form": FUSED, "times": [], "reason": ""},
+    {"form": [FUSED], "times": {}, "reason": ""}, {"form": FUSED, "times": {}, "reason": None}], ids=str)
 def test_a_strange_entry_is_measured_again(entry, fuser, clock, monkeypatch, tmp_path):
     run(Projected(), x())
     file, = Path(tmp_path, "inner").glob("*.json")
@@ -374,7 +432,7 @@ def test_a_fused_form_that_fails_is_left(stage, fuser, clock, monkeypatch):
     getattr(fuser, stage)[FUSED] = RuntimeError("no lowering\nfor it")
     report = run(Projected(), x())
     assert fuser.ran[-1] == PLAIN and not clock.measured
-    assert report.choice == "left to fuser: with fused sites: RuntimeError: no lowering"
+    assert report.choice == "left to fuser: fused: RuntimeError: no lowering"
     assert report.sites[0].reason == inner_choice.LEFT_UNKNOWN
     getattr(fuser, stage).clear()  # it is not kept
     new_process(monkeypatch)
@@ -400,7 +458,7 @@ def test_a_plain_form_that_fails(fuser, clock):
     fuser.fail[PLAIN] = RuntimeError("no luck")
     report = run(Projected(), x())
     assert fuser.ran[-1] == FUSED and report.fused == 1
-    assert report.choice == "fused, with fuser around: without fused sites: RuntimeError: no luck"
+    assert report.choice == "fused, with fuser around: plain: RuntimeError: no luck"
 
 
 def test_two_forms_that_fail(fuser, clock):
@@ -435,7 +493,8 @@ def question(fuser) -> inner_choice.Question:
     plain = make_fx(lambda x: F.layer_norm(x, (16,)) + 1, tracing_mode="fake")(given)
     graph, _ = backend.fuse_graph(plain.graph, Options(inner=INNER))
     fused = torch.fx.GraphModule(plain, graph)
-    return inner_choice.Question(INNER, plain, fused, [given], lambda form: fuser(form, [given]))
+    return inner_choice.Question(INNER, {FUSED: fused, PLAIN: plain}, [given],
+                                 lambda form: fuser(form, [given]))
 
 
 # Inductor's settings
@@ -454,8 +513,8 @@ def test_where_graphs_are_recorded_the_trial_goes_without(fuser, clock, monkeypa
         return fuser(form, ())
 
     compiled, choice = inner_choice.choose(replace(asked, compile_trial=compile_trial))
-    assert trials == [asked.fused, asked.plain] and replayed == [FUSED, PLAIN]
-    assert fuser.compiled == [FUSED, PLAIN, FUSED] and compiled.form == FUSED and choice.fused
+    assert trials == [*asked.forms.values()] and replayed == [FUSED, PLAIN]
+    assert fuser.compiled == [FUSED, PLAIN, FUSED] and compiled.form == choice.form == FUSED
     inner_choice.choose(replace(asked, compile_trial=compile_trial))  # known: no trial
     assert len(trials) == 2 and fuser.compiled[3:] == [FUSED]
 
@@ -499,7 +558,7 @@ def test_a_mode_reaches_inductor(monkeypatch):
 
 def test_the_text_of_a_graph_is_the_same_in_every_process():
     def text():
-        return inner_choice.graph_text(question(Fuser()).plain.graph)
+        return inner_choice.graph_text(question(Fuser()).forms[PLAIN].graph)
 
     assert text() == text() and " at 0x" not in text()
     assert "layer_norm" in text() and "torch.float32 ['2', '3', '16'] ['48', '16', '1'] cpu" in text()
