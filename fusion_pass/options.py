@@ -34,9 +34,9 @@ class Options:
             outside the error bound is replaced by plain PyTorch, with a warning; "raise" is "first_call"
             but raises, also where a kernel does not compile or start.
         inner_choice: what becomes of fused sites in front of an `inner` that fuses on its own, on an
-            accelerator: "measure" compiles the graph with all of them, with those of short rows and with none,
-            times these forms and keeps the fastest, and leaves what cannot be measured (gradients, written
-            inputs, random numbers) to `inner`; "fuse" fuses without asking.
+            accelerator: "measure" compiles the graph with all of them, with those of short rows and with
+            none, times these forms and keeps the fastest, and leaves what cannot be measured (gradients,
+            written inputs, random numbers) to `inner`; "fuse" fuses without asking.
     """
 
     report: str = "table"

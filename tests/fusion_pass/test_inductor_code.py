@@ -98,7 +98,7 @@ def test_both_forms_compile_in_one_go(fused, dynamic, monkeypatch):
     monkeypatch.setattr(inner_choice, "_accelerator", lambda inputs: (torch.device("cpu"), ""))
     monkeypatch.setattr(measure, "is_capturing", lambda device: False)
     monkeypatch.setattr(measure, "by_turns", by_turns)
-    monkeypatch.setattr(inner_choice, "_stored", lambda key: None)
+    monkeypatch.setattr(inner_choice, "_stored", lambda key, forms: None)
     model = Packed()
     compiled = torch.compile(model, backend="ascend_ln_fuse", options=OFF, dynamic=dynamic)
     with torch.no_grad():
