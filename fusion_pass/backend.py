@@ -111,11 +111,12 @@ def _compile_the_fastest(gm: GraphModule, original: Graph, inputs, chosen: Optio
     forms[PLAIN] = _twin(gm, original)
     trial = without_cuda_graphs(chosen.inner, kwargs)
     compiled, choice = choose(Question(
-        chosen.inner, forms, inputs, lambda form: inner(form, inputs, **kwargs),
-        None if trial is None else lambda form: inner(form, inputs, **trial),
+        chosen.inner, forms, inputs, lambda form: inner(form, list(inputs), **kwargs),
+        None if trial is None else lambda form: inner(form, list(inputs), **trial),
         settings=settings_of(chosen.inner, kwargs, chosen),
         fell_back=lambda: any(site.fallback_words() for site in report.sites),
-        say=lambda words: progress(report, words, chosen.report)))
+        say=lambda words: progress(report, words, chosen.report),
+        raises=strict() or chosen.self_check == "raise"))
     return compiled, report.chosen(choice.words(chosen.inner), LEFT_SLOWER if choice.times else LEFT_UNKNOWN,
                                    kept[choice.form])
 

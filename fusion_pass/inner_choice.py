@@ -40,7 +40,6 @@ from .effects import (
 from .graph import hint
 from .kernels import measure
 from .kernels.guard import _words, device_lost
-from .kernels.settings import strict
 from .kernels.store import Store
 from .options import Options
 from .versions import sources
@@ -110,6 +109,7 @@ class Question:
         settings: what else the times depend on.
         fell_back: whether plain PyTorch runs for a kernel of a fused form.
         say: prints a line of progress.
+        raises: whether a fused form that fails is an error, not a reason to take another form.
     """
 
     inner: str
@@ -120,13 +120,14 @@ class Question:
     settings: str = ""
     fell_back: Callable[[], bool] = lambda: False
     say: Callable[[str], None] = lambda words: None
+    raises: bool = False
 
 
 def choose(question: Question) -> tuple[Callable, Choice]:
     """The compiled form that is fastest, and why: measured, or as it was measured before.
 
     Raises:
-        whatever the inner compiler raises for the plain form; in strict mode for the others, too.
+        whatever the inner compiler raises for the plain form, and with `question.raises` for the others.
     """
     device, why = _accelerator(question.inputs)
     why = why or unrepeatable(question.forms[PLAIN].graph) or _unreal(question.inputs)
@@ -238,7 +239,8 @@ def _compiled(question: Question, choice: Choice) -> tuple[Callable, Choice]:
         try:
             return question.compile(question.forms[choice.form]), choice
         except Exception as error:
-            choice = Choice(PLAIN, reason=f"{choice.form}: {_failure(error, choice.form)}", lasting=False)
+            why = _failure(question, error, choice.form)
+            choice = Choice(PLAIN, reason=f"{choice.form}: {why}", lasting=False)
     return question.compile(question.forms[PLAIN]), choice
 
 
@@ -254,7 +256,7 @@ def _measured(question: Question, device: torch.device) -> tuple[Callable, Choic
             trial(*args)  # what is compiled or tuned at a first call
             compiled[name] = trial
         except Exception as error:
-            failed[name] = f"{name}: {_failure(error, name)}"
+            failed[name] = f"{name}: {_failure(question, error, name)}"
         seconds = time.perf_counter() - started
         if number == 0 and seconds > LONG_SECONDS:
             others = ", ".join(list(question.forms)[1:])
@@ -282,7 +284,7 @@ def _judged(question: Question, device: torch.device, compiled: Mapping[str, Cal
             calls = {name: measure.replayed(call, device) for name, call in calls.items()}
         found = dict(zip(calls, measure.by_turns(list(calls.values()), device, SECONDS)))
     except Exception as error:
-        return Choice(PLAIN, reason=f"not measured: {_failure(error, others[0])}", lasting=False)
+        return Choice(PLAIN, reason=f"not measured: {_failure(question, error, others[0])}", lasting=False)
     times = {name: median(turns) for name, turns in found.items()}
     faster = [name for name in others if clearly_less(found[name], found[PLAIN])]
     # A kernel that was late or without memory here may run elsewhere.
@@ -298,9 +300,9 @@ def clearly_less(ours: Sequence[float], other: Sequence[float]) -> bool:
     return len(ours) < 2 or quantiles(ours)[2] < quantiles(other)[0]
 
 
-def _failure(error: Exception, form: str) -> str:
+def _failure(question: Question, error: Exception, form: str) -> str:
     """What failed, in a line. Raises `error` where it is no reason to take another form."""
-    if isinstance(error, RestartAnalysis) or device_lost(error) or (form != PLAIN and strict()):
+    if isinstance(error, RestartAnalysis) or device_lost(error) or (form != PLAIN and question.raises):
         raise error
     return _words(error)
 

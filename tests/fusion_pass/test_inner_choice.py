@@ -440,11 +440,13 @@ def test_a_fused_form_that_fails_is_left(stage, fuser, clock, monkeypatch):
 
 
 @pytest.mark.parametrize("stage", ["fail", "fail_run"])
-def test_strict(stage, fuser, clock, monkeypatch):
-    monkeypatch.setenv("ASCEND_LN_FUSE_STRICT", "1")
+@pytest.mark.parametrize("way", ["environment", "option"])
+def test_failures_that_shall_raise(way, stage, fuser, clock, monkeypatch):
+    if way == "environment":
+        monkeypatch.setenv("ASCEND_LN_FUSE_STRICT", "1")
     getattr(fuser, stage)[FUSED] = RuntimeError("no lowering")
     with pytest.raises(Exception, match="no lowering"):
-        run(Projected(), x())
+        run(Projected(), x(), options={"self_check": "raise"} if way == "option" else {})
 
 
 def test_a_remembered_form_that_fails_now(fuser, clock, monkeypatch):
