@@ -76,11 +76,13 @@ def details(rows: Sequence[Row]) -> Table:
                           for n in shown[1:])
 
     def sites(row: Row) -> str:
-        found = row["columns"].get(OURS, {}).get("sites")
-        return f"{found['fused']} of {found['found']}" if found else ""
+        """With Inductor, those of the form of each graph that was fastest."""
+        both = (row["columns"].get(n, {}).get("sites") for n in (OURS, OURS_INDUCTOR))
+        return " / ".join(f"{found['fused']} of {found['found']}" if found else "-" for found in both)
 
     first = " / ".join(COLUMNS[n].title for n in shown)
-    return (["model", "sites fused", f"kernels: {first}", f"peak MiB: {first}",
+    return (["model", f"sites fused: {COLUMNS[OURS].title} / {COLUMNS[OURS_INDUCTOR].title}",
+             f"kernels: {first}", f"peak MiB: {first}",
              f"first call s: {' / '.join(COLUMNS[n].title for n in shown[1:])}",
              "compile time, ours / backend=eager", "error in units of the bound"],
             [[row["model"], sites(row), each(row, "kernels", "d"), each(row, "peak_mib", ".0f"),
