@@ -98,6 +98,14 @@ def is_idle_dropout(node: Node) -> bool:
     return idle and isinstance(value_of(node), torch.Tensor)
 
 
+def is_attention_without_dropout(node: Node) -> bool:
+    """Whether `node` is a scaled_dot_product_attention whose dropout_p is 0 in the graph."""
+    if node.op != "call_function" or base_name(node) != "scaled_dot_product_attention":
+        return False
+    dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+    return isinstance(dropout, (int, float)) and dropout == 0
+
+
 def is_fence(node: Node) -> bool:
     """Whether `node` switches ambient state (grad mode, autocast, functorch levels)."""
     name = node.op == "call_function" and getattr(node.target, "__name__", None)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 
 from .compiling import CompileTimeout
 from .guard import _words, device_lost, out_of_memory
 from .layout import Unsupported
-from .measure import device_microseconds, host_microseconds, may_measure
+from .measure import device_microseconds, host_microseconds, machine, may_measure
 from .store import Store
 
 LIBRARY, ONE_KERNEL = "library", "one kernel"
@@ -190,19 +190,4 @@ def _stored(key: str, configs: Sequence[object]) -> Choice | None:
 
 
 def _key(question: Question) -> str:
-    return "\n".join((_device(question.device), f"rows {question.rows}", question.text))
-
-
-@lru_cache(maxsize=64)
-def _device(device: torch.device) -> str:
-    """The device and the versions that times depend on."""
-    from importlib.metadata import version
-
-    words = [f"torch {torch.__version__}"]
-    if device.type == "cuda":
-        import triton
-
-        properties = torch.cuda.get_device_properties(device)
-        words = [f"{properties.name}, {properties.multi_processor_count} cores", *words,
-                 f"CUDA {torch.version.cuda}, triton {triton.__version__}"]
-    return ", ".join((*words, f"ascend-ln-fuse {version('ascend-ln-fuse')}"))
+    return "\n".join((machine(question.device), f"rows {question.rows}", question.text))

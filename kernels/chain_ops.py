@@ -20,7 +20,7 @@ from .chain_backward import chain_gradients
 from .chain_text import parse_chain
 from .chain_ways import ChainRunner
 from .launch import runs_reference
-from .ops import no_tangents, region_fake
+from .ops import TAGS, no_tangents, region_fake
 from .settings import DEFAULT_SELF_CHECK
 
 
@@ -77,7 +77,7 @@ class _Chain(torch.autograd.Function):
 
 _LIBRARY = torch.library.Library("ascend_ln_fuse", "FRAGMENT")
 _LIBRARY.define("chain(str text, Tensor[] inputs, float[] scalars, *, "
-                f"str self_check='{DEFAULT_SELF_CHECK}') -> Tensor[]")
+                f"str self_check='{DEFAULT_SELF_CHECK}') -> Tensor[]", tags=TAGS)
 
 
 def _chain(text, inputs, scalars, *, self_check=DEFAULT_SELF_CHECK):

@@ -141,11 +141,16 @@ def gradients_again(run: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]],
 
 # The dispatcher's form, for graphs that another compiler traces.
 
+#: For compilers that choose strides: the op has correct fakes, and its inputs come with the strides that the
+#: site was matched on, without a copy where eager has none. Said here, since the default differs by version.
+TAGS = tuple(getattr(torch.Tag, name) for name in ("pt2_compliant_tag", "needs_exact_strides")
+             if hasattr(torch.Tag, name))
+
 _LIBRARY = torch.library.Library("ascend_ln_fuse", "DEF")
 _LIBRARY.define("region(str text, Tensor[] inputs, float[] scalars, *, "
-                f"str self_check='{DEFAULT_SELF_CHECK}') -> Tensor[]")
+                f"str self_check='{DEFAULT_SELF_CHECK}') -> Tensor[]", tags=TAGS)
 _LIBRARY.define("region_backward(str text, Tensor[] inputs, float[] scalars, Tensor[] grads, "
-                "bool[] given, bool[] needs) -> Tensor[]")
+                "bool[] given, bool[] needs) -> Tensor[]", tags=TAGS)
 
 
 def no_tangents() -> None:
