@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from . import cost
+from .ahead import begin_kernels
 from .chain_site import ChainSite
 from .graph import Lens, hint, module_path, source_line
 from .kernels.chain_ops import chain_runner
@@ -83,7 +84,7 @@ def fuse_module(gm: GraphModule, chosen: Options) -> FusionReport:
     sites: list[SiteReport] = []
     original = gm.graph
     try:
-        graph, sites = fuse_graph(original, chosen)
+        graph, sites = fuse_graph(original, chosen, begin=True)
         if graph is not None:
             gm.graph = graph
             _LazyGraphModule.force_recompile(gm)  # here, where a failure falls back
@@ -102,13 +103,15 @@ def fuse_module(gm: GraphModule, chosen: Options) -> FusionReport:
     return report
 
 
-def fuse_graph(graph: Graph, options: Options | None = None) -> tuple[Graph | None, list[SiteReport]]:
+def fuse_graph(graph: Graph, options: Options | None = None, *,
+               begin: bool = False) -> tuple[Graph | None, list[SiteReport]]:
     """The fused form of a Dynamo or ATen graph whose nodes carry fakes, and a report per norm site.
 
-    `graph` itself is left as it is; the first result is None where nothing was fused.
+    `graph` itself is left as it is; the first result is None where nothing was fused. `begin`: begin to
+    compile the kernels, in the background, since the graph will run.
     """
     with _collector_paused():
-        return _fuse_graph(graph, options or Options())
+        return _fuse_graph(graph, options or Options(), begin)
 
 
 @contextmanager
@@ -124,7 +127,7 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _fuse_graph(graph: Graph, options: Options) -> tuple[Graph | None, list[SiteReport]]:
+def _fuse_graph(graph: Graph, options: Options, begin: bool) -> tuple[Graph | None, list[SiteReport]]:
     lens = Lens(graph)
     norms, refused = find_norms(lens)
     claimed = {node for found in norms for node in found.norm.interior}
@@ -139,6 +142,12 @@ def _fuse_graph(graph: Graph, options: Options) -> tuple[Graph | None, list[Site
     declined += [_declined(lens, node, why) for node, why in refused]
     fused = rewrite(lens, taken, traceable=options.inner != "eager",
                     self_check=options.self_check) if taken.sites else None
+    if begin:
+        try:
+            begin_kernels(lens, taken, options.self_check)
+        except Exception:  # what it would have gained is time alone
+            if strict():
+                raise
     reports = [report for site in taken.sites for report in _reports(lens, site, options.self_check)]
     reports += declined
     reports.sort(key=lambda pair: lens.position[pair[0]])

@@ -67,6 +67,14 @@ class FusedSegment:
         results = self.run.attempt(self._row(values), self._scalars(numbers), config)
         return dict(zip(self.names, results, strict=True))
 
+    def begin(self, values: Mapping, numbers: Mapping[str, float], config: GemmTile) -> None:
+        """Begin to compile, in the background, what `attempt` on such values (likenesses do) runs.
+
+        Raises:
+            Unsupported: no kernel serves them.
+        """
+        self.run.begin(self._row(values), self._scalars(numbers), config)
+
     def bound(self, values: Mapping[str, torch.Tensor], config: GemmTile) -> Callable | None:
         """`call(values, numbers)` for values laid out as these, by the plan that a call with `config` has
         made of them; None where there is none, or its kernel is still on trial."""

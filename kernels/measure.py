@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from statistics import median
@@ -55,12 +56,23 @@ def host_microseconds(call: Callable[[], object], device: torch.device) -> float
 
 
 def _replays(call: Callable[[], object], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-    """A graph of CALLS calls, replayed once."""
+    """A graph of CALLS calls, recorded on `stream`, the current one, and replayed once."""
     graph = torch.cuda.CUDAGraph()
-    # "thread_local": what other threads of the user's do meanwhile is none of the capture's business.
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        for _ in range(CALLS):
-            call()
+    collects = gc.isenabled()
+    stream.synchronize()
+    gc.disable()  # what it ends may wait for the device, which a capture forbids
+    try:
+        # Not by torch.cuda.graph, which gives all free memory back first: the model needs that again.
+        # "thread_local": what other threads of the user's do meanwhile is none of the capture's business.
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            for _ in range(CALLS):
+                call()
+        finally:
+            graph.capture_end()
+    finally:
+        if collects:
+            gc.enable()
     graph.replay()
     return graph
 

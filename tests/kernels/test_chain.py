@@ -268,7 +268,7 @@ def test_a_choice_is_kept_and_read_again(clock):
     {"way": LIBRARY, "config": "None", "times": {}, "reason": 3},
 ])
 def test_a_strange_entry_is_measured_again(clock, entry):
-    chain_choice._store.put(chain_choice._key(question()), entry)
+    chain_choice._store.put(chain_choice._key("text", torch.device("cpu"), 4), entry)
     assert choose(question(kernel=by_kernel)).config == "fast"
 
 
@@ -276,7 +276,7 @@ def test_where_nothing_can_be_measured_the_library_runs_and_is_asked_again(clock
     monkeypatch.setattr(chain_choice, "may_measure", lambda device: False)
     choice = choose(question(kernel=by_kernel))
     assert choice.way == LIBRARY and not choice.final
-    assert chain_choice._store.get(chain_choice._key(question())) is None
+    assert chain_choice._store.get(chain_choice._key("text", torch.device("cpu"), 4)) is None
     assert choose(question(unsupported="no kernel")).reason == "no kernel"
 
 
@@ -318,7 +318,7 @@ def test_a_kernel_that_fails_is_dropped_and_the_report_says_why(clock, error):
     assert "fast: " in choice.reason and word in choice.reason and word in str(choice)
     assert "\n" not in choice.reason
     # Another process asks again, but where the device has not enough memory on chip for good.
-    known = chain_choice._store.get(chain_choice._key(question()))
+    known = chain_choice._store.get(chain_choice._key("text", torch.device("cpu"), 4))
     assert (known is not None) is isinstance(error, Unsupported)
 
 
@@ -388,7 +388,7 @@ def test_out_of_memory_while_measuring(clock, monkeypatch, where):
     choice = choose(replace(question(kernel=by_kernel), by_library=by_library))
     assert choice.way == LIBRARY and "out of memory" in choice.reason and choice.final
     assert released == [[None] * len(held)] and held
-    assert chain_choice._store.get(chain_choice._key(question())) is None
+    assert chain_choice._store.get(chain_choice._key("text", torch.device("cpu"), 4)) is None
 
 
 @pytest.mark.parametrize("ours, same", [

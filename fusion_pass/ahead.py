@@ -1,0 +1,42 @@
+"""Compiling ahead: the kernels that a fused graph needs are known before its first call. They are compiled in
+the background, several at once (kernels/compiling.py), for the sizes that the graph's fakes carry."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .chain_site import ChainSite
+from .graph import Lens, hint
+from .kernels.chain_ops import chain_runner
+from .kernels.launch import runs_reference
+from .kernels.likeness import Likeness
+from .kernels.ops import runner
+from .select import Taken
+from .site import replay
+
+
+def begin_kernels(lens: Lens, taken: Taken, self_check: str) -> None:
+    """Begin to compile the kernels of all taken sites. Nothing where they run as plain PyTorch.
+
+    A first call that differs from what is expected here (an input at an odd address, other sizes) compiles
+    what it needs, as it would without this.
+    """
+    for site in taken.sites:
+        chained = isinstance(site, ChainSite)
+        norm = site.site if chained else site
+        if runs_reference(norm.fakes[0].device):
+            continue
+        if not chained:
+            runner(site.region.text, self_check).expect(_likenesses(norm.fakes))
+            continue
+        fakes = [replay(lens.tensor(node), steps) for node, steps in site.inputs]
+        recorded = torch.is_grad_enabled() and any(fake.requires_grad for fake in fakes)
+        chain_runner(site.chain, self_check).expect(_likenesses(fakes), site.chain.kept if recorded else ())
+
+
+def _likenesses(fakes: Sequence[torch.Tensor]) -> list[Likeness]:
+    """At the sizes seen here. Storages begin at a multiple of 16 bytes, as allocators have it."""
+    return [Likeness(tuple(map(hint, fake.shape)), tuple(map(hint, fake.stride())), fake.dtype, fake.device,
+                     hint(fake.storage_offset(), 0) * fake.dtype.itemsize & 15) for fake in fakes]
