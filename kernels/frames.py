@@ -6,8 +6,9 @@ import sys
 
 #: Modules with frames that handle tensors in a launch. Those of chains are loaded by the first chain.
 MODULES = ("launch", "guard", "self_check", "reproduction", "record", "compiling", "triton_cache",
-           "directories", "reference", "fused_linear", "fused_linear_plan", "fused_linear_check",
-           "fused_linear_structure", "chain_ways", "chain_fused", "chain_choice", "measure")
+           "likeness", "launchers", "directories", "reference", "fused_linear", "fused_linear_plan",
+           "fused_linear_check", "fused_linear_structure", "chain_ways", "chain_fused", "chain_choice",
+           "measure")
 
 _skipped: set[str] = set()
 

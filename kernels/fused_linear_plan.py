@@ -84,20 +84,19 @@ class Plan:
 
     def begin(self, scalars: Sequence[float]) -> None:
         """Have what `prepare` waits for begin in the background."""
-        if not self.ready and not self.capturing():
+        if not self.ready:
             ahead(*self._job(scalars))
 
     def _job(self, scalars: Sequence[float]) -> tuple[tuple, Callable]:
         """(what makes two compilations equal, the compilation)."""
         key = self.segment, self.bound, self.tile, self.target, self.device, self.pointers
-        return key, partial(self.compile, scalars, self.target.backend == "cuda" and not self.capturing())
+        return key, partial(self.compile, scalars)
 
-    def compile(self, scalars: Sequence[float], loads: bool = False) -> tuple:
-        """The launches, compiled, and loaded where `loads` says so. In a thread of its own: changes no
-        attribute, holds no tensor of a call."""
+    def compile(self, scalars: Sequence[float]) -> tuple:
+        """The launches, compiled. In a thread of its own: changes no attribute, holds no tensor of a call."""
         launches = self._launches()
         stand_ins = [launch.stand_in(dtype, self.device, at) for dtype, at in self.pointers]
-        self._run(*[part and partial(part.compile, loads) for part in launches],
+        self._run(*[part and part.compile for part in launches],
                   lambda size, stride, dtype: launch.stand_in(dtype, self.device), stand_ins, scalars)
         return launches
 
@@ -196,7 +195,7 @@ class _Interpreted:
                  integers: Sequence[int], **options):
         self.source, self.grid, self.integers = source, grid, integers
 
-    def compile(self, loads: bool, tensors: Sequence[Likeness], scalars: Sequence[float]) -> None:
+    def compile(self, tensors: Sequence[Likeness], scalars: Sequence[float]) -> None:
         launch._function(self.source)
 
     def __call__(self, tensors: Sequence[torch.Tensor], scalars: Sequence[float]) -> None:
@@ -217,11 +216,11 @@ class _Cuda:
         self.launch = None
         self.stream = torch._C._cuda_getCurrentRawStream
 
-    def compile(self, loads: bool, tensors: Sequence[Likeness], scalars: Sequence[float]) -> None:
+    def compile(self, tensors: Sequence[Likeness], scalars: Sequence[float]) -> None:
         """Have Triton compile for tensors like these, without launching; see `launch.warm_up`."""
         arguments = [*tensors, *self.integers, *map(float, scalars)]
         _fitting(lambda: launch.warm_up(self.source, arguments, self.grid, self.options,
-                                        torch.cuda.device(self.index), loads))
+                                        torch.cuda.device(self.index), launcher=True))
 
     def __call__(self, tensors: Sequence[torch.Tensor], scalars: Sequence[float]) -> None:
         if self.launch is None:

@@ -22,6 +22,7 @@ from .codegen import generate
 from .compiling import ahead, within_limit
 from .frames import skip_frames
 from .guard import Guard
+from .launchers import building
 from .layout import Layout, Unsupported, layout
 from .likeness import Likeness, layouts
 from .record import Record
@@ -32,7 +33,6 @@ from .source import KernelSource, Tile, jit, load
 from .targets import Target, target_for
 from .tiling import ladder
 from .triton_cache import with_safe_cache
-from .triton_loading import Loader
 
 #: Plans that one Runner keeps; the oldest goes first.
 MAX_PLANS = 256
@@ -241,8 +241,6 @@ class _Kernel(_Outputs):
         self.region, self.walk, self.target = region, walk, target
         self.options: Mapping[str, object] = {}
         self.ready = False
-        #: whether compiling may load the kernel, too: not while the call is recorded for replay
-        self.loads = False
 
     def generate(self, tile: Tile) -> KernelSource:
         return generate(self.region, self.walk.structure, tile, self.target)
@@ -274,14 +272,12 @@ class _Kernel(_Outputs):
     def begin(self, pointers: Sequence[int], scalars: Sequence[float],
               outputs: Sequence[Likeness] | None = None) -> None:
         """Have what `prepare` waits for begin in the background. Unsupported: no kernel serves the call."""
-        if not self.capturing():
-            ahead(*self._job(pointers, scalars, outputs))
+        ahead(*self._job(pointers, scalars, outputs))
 
     def _job(self, pointers, scalars, outputs) -> tuple[tuple, Callable]:
         """(what makes two compilations equal, the compilation)."""
         self.tiles = ladder(self.region, self.walk.structure, self.walk.sizes, self.target)
         self.take(self.generate(self.tiles[0]))
-        self.loads = not self.capturing()
         addresses = [*pointers, *(x.data_ptr() for x in outputs or ())]
         dtypes = [TORCH_DTYPES[x.dtype] for x in (*self.region.inputs, *self.region.outputs)]
         addresses += [0] * (len(dtypes) - len(addresses))  # the allocator's own are aligned
@@ -299,7 +295,7 @@ class _Kernel(_Outputs):
         """Have Triton compile `source` without launching it."""
         integers, grid = launch_facts(self.walk, source.tile.rows, self.target)
         arguments = [*stand_ins, *integers, *self.numbers(scalars)]
-        warm_up(source, arguments, (grid,), options, self.on_device(), self.loads)
+        warm_up(source, arguments, (grid,), options, self.on_device(), self.target.backend == "cuda")
 
     def on_device(self) -> contextlib.AbstractContextManager:
         """Inside, the plan's device is this thread's current one."""
@@ -460,12 +456,12 @@ def _jit(source: KernelSource):
 
 
 def warm_up(source: KernelSource, arguments: Sequence, grid: tuple[int, ...], options: Mapping[str, object],
-            device: contextlib.AbstractContextManager, loads: bool) -> None:
-    """Have Triton compile `source` for arguments like these without launching it, inside of `device`; and
-    load it where `loads` says so and Triton has a step for it."""
+            device: contextlib.AbstractContextManager, launcher: bool) -> None:
+    """Have Triton compile `source` for arguments like these without launching it, inside of `device`, and
+    build the launcher where Triton's backend has one (`launchers`)."""
     def work() -> None:
-        with Loader(source.params if loads else None) as loader:
-            loader.load(_jit(source).warmup(*arguments, grid=grid, **options))
+        with building(source.params) if launcher else contextlib.nullcontext():
+            _jit(source).warmup(*arguments, grid=grid, **options)
 
     with device, _compile_lock(source):
         with_safe_cache(work)

@@ -340,6 +340,32 @@ def test_one_compiler_that_hangs_is_waited_for(clock):
     assert tried == ["slow"]
 
 
+def test_kernels_begin_to_compile_together(clock):
+    """Before the first is waited for; one that cannot be begun fails where it is tried."""
+    told = []
+
+    def begin(config):
+        told.append(config)
+        raise CompilationError("no")
+
+    choice = choose(replace(question(kernel=lambda config: told.append("called") or by_kernel(config)),
+                            begin=begin))
+    assert told[:4] == ["slow", "fast", "wrong", "called"] and choice.config == "fast"
+
+
+@pytest.mark.parametrize("word, lasting", [("compiling", False), ("measuring", True)])
+def test_one_segment_does_not_take_all_the_time(word, lasting, clock, monkeypatch):
+    """What is left is not tried, and the report says so. Where a compiler was slow, another process measures
+    again, and finds the kernels compiled."""
+    monkeypatch.setattr(chain_choice, f"{'COMPILE' if word == 'compiling' else 'MEASURE'}_SECONDS", 1e-9)
+    choice = choose(question(kernel=by_kernel))
+    assert list(choice.times) == [LIBRARY, "slow"]
+    assert f"2 more not tried: {word} the others took too long" in str(choice)
+    assert choice.lasting == lasting
+    kept = chain_choice._store.get(chain_choice._key("text", torch.device("cpu"), 4))
+    assert (kept is not None) == lasting
+
+
 def test_a_kernel_that_fails_when_the_host_is_timed(clock, monkeypatch):
     def host(call, device):
         if hasattr(call, "args"):
