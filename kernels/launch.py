@@ -18,11 +18,11 @@ from functools import lru_cache, partial
 
 import torch
 
+from . import launchers
 from .codegen import generate
 from .compiling import ahead, within_limit
 from .frames import skip_frames
 from .guard import Guard
-from .launchers import building
 from .layout import Layout, Unsupported, layout
 from .likeness import Likeness, layouts
 from .record import Record
@@ -273,6 +273,8 @@ class _Kernel(_Outputs):
               outputs: Sequence[Likeness] | None = None) -> None:
         """Have what `prepare` waits for begin in the background. Unsupported: no kernel serves the call."""
         ahead(*self._job(pointers, scalars, outputs))
+        if self.target.backend == "cuda":
+            launchers.begin(self.source.params)
 
     def _job(self, pointers, scalars, outputs) -> tuple[tuple, Callable]:
         """(what makes two compilations equal, the compilation)."""
@@ -460,7 +462,7 @@ def warm_up(source: KernelSource, arguments: Sequence, grid: tuple[int, ...], op
     """Have Triton compile `source` for arguments like these without launching it, inside of `device`, and
     build the launcher where Triton's backend has one (`launchers`)."""
     def work() -> None:
-        with building(source.params) if launcher else contextlib.nullcontext():
+        with launchers.building(source.params) if launcher else contextlib.nullcontext():
             _jit(source).warmup(*arguments, grid=grid, **options)
 
     with device, _compile_lock(source):

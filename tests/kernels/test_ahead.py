@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from ascend_ln_fuse.kernels.compiling import CompileTimeout, ahead, settle, with
 from ascend_ln_fuse.kernels.launch import Runner
 from ascend_ln_fuse.kernels.likeness import Likeness, layouts
 from ascend_ln_fuse.kernels.ops import runner
+from ascend_ln_fuse.kernels.targets import cuda
 
 WAIT = 60
 
@@ -311,15 +313,19 @@ def test_a_likeness_answers_as_its_tensor():
 # Launchers
 
 
-def fake_driver(monkeypatch, make):
-    module = SimpleNamespace(driver=SimpleNamespace(active=SimpleNamespace(launcher_cls=make)))
-    monkeypatch.setitem(sys.modules, "triton.runtime", module)
-
-
 PARAMS = (("x", "*bf16"), ("n", "i32"), ("eps", "fp32"))
 
 
-def test_the_launcher_is_built_beside_the_kernel(monkeypatch):
+@pytest.fixture
+def driver(monkeypatch):
+    """Triton's driver, whose `launcher_cls` a test sets."""
+    active = SimpleNamespace(launcher_cls=None)
+    monkeypatch.setitem(sys.modules, "triton.runtime", SimpleNamespace(driver=SimpleNamespace(active=active)))
+    monkeypatch.setattr(launchers, "_builds", {})
+    return active
+
+
+def test_the_launcher_is_built_beside_the_kernel_and_once(driver):
     begun, go, signatures = threading.Event(), threading.Event(), []
 
     def make(source, metadata):
@@ -329,20 +335,46 @@ def test_the_launcher_is_built_beside_the_kernel(monkeypatch):
         assert go.wait(WAIT)
         signatures.append("done")
 
-    fake_driver(monkeypatch, make)
-    with launchers.building(PARAMS):
+    driver.launcher_cls = make
+    first = launchers.begin(PARAMS)
+    with launchers.building((("y", "*fp32"), *PARAMS[1:])):
         assert begun.wait(WAIT)  # while the kernel is compiled
         go.set()
-    assert signatures == [["*bf16", "i32", "fp32"], "done"]
+    assert signatures == [["*bf16", "i32", "fp32"], "done"] and not first.is_alive()
 
 
-def test_a_launcher_that_cannot_be_built_is_no_error(monkeypatch):
+def test_another_cache_of_tritons_gets_a_launcher_of_its_own(driver, monkeypatch, tmp_path):
+    signatures = []
+    driver.launcher_cls = lambda source, metadata: signatures.append(source.signature)
+    for folder in ("a", "b"):
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / folder))
+        launchers.begin(PARAMS).join()
+    assert len(signatures) == 2
+
+
+def test_a_launcher_that_cannot_be_built_is_no_error(driver, monkeypatch):
     def make(source, metadata):
         raise OSError("no compiler")
 
-    fake_driver(monkeypatch, make)
+    driver.launcher_cls = make
     with launchers.building(PARAMS):
         pass
     monkeypatch.setitem(sys.modules, "triton.runtime", None)
-    with pytest.raises(KeyError), launchers.building(PARAMS):
+    with pytest.raises(KeyError), launchers.building(PARAMS[1:]):
         raise KeyError("the kernel's")
+
+
+def test_a_gpu_begins_the_launcher_at_once(driver, monkeypatch):
+    """It parses nothing: it need not wait until a call waits."""
+    monkeypatch.setattr(compiling, "PARSERS_APART", False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    built = []
+    driver.launcher_cls = lambda source, metadata: built.append(tuple(source.signature.values()))
+    r, inputs, _ = case()
+    gpu = [replace(like(x), device=torch.device("cuda", 0)) for x in inputs]
+    Runner(r, cuda.describe("sm_90", 132)).expect(gpu)
+    (thread,) = launchers._builds.values()
+    thread.join()
+    assert len(built) == 1 and built[0][:4] == ("*bf16",) * 4 and not compiling._workers
+    compiling._waiting.clear()
