@@ -3,13 +3,13 @@ the background, several at once (kernels/compiling.py), for the sizes that the g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
+from .cat_site import CatSite
 from .chain_site import ChainSite
 from .graph import Lens, hint
 from .kernels.chain_ops import chain_runner
+from .kernels.joined import expect_joined
 from .kernels.launch import runs_reference
 from .kernels.likeness import Likeness
 from .kernels.ops import runner
@@ -24,19 +24,20 @@ def begin_kernels(lens: Lens, taken: Taken, self_check: str) -> None:
     what it needs, as it would without this.
     """
     for site in taken.sites:
-        chained = isinstance(site, ChainSite)
-        norm = site.site if chained else site
-        if runs_reference(norm.fakes[0].device):
-            continue
-        if not chained:
-            runner(site.region.text, self_check).expect(_likenesses(norm.fakes))
-            continue
         fakes = [replay(lens.tensor(node), steps) for node, steps in site.inputs]
+        if runs_reference(fakes[0].device):
+            continue
         recorded = torch.is_grad_enabled() and any(fake.requires_grad for fake in fakes)
-        chain_runner(site.chain, self_check).expect(_likenesses(fakes), site.chain.kept if recorded else ())
+        inputs = [_likeness(fake) for fake in fakes]
+        if isinstance(site, ChainSite):
+            chain_runner(site.chain, self_check).expect(inputs, site.chain.kept if recorded else ())
+        elif isinstance(site, CatSite):
+            expect_joined(site.joined, inputs, recorded, self_check)
+        else:
+            runner(site.region.text, self_check).expect(inputs)
 
 
-def _likenesses(fakes: Sequence[torch.Tensor]) -> list[Likeness]:
+def _likeness(fake: torch.Tensor) -> Likeness:
     """At the sizes seen here. Storages begin at a multiple of 16 bytes, as allocators have it."""
-    return [Likeness(tuple(map(hint, fake.shape)), tuple(map(hint, fake.stride())), fake.dtype, fake.device,
-                     hint(fake.storage_offset(), 0) * fake.dtype.itemsize & 15) for fake in fakes]
+    return Likeness(tuple(map(hint, fake.shape)), tuple(map(hint, fake.stride())), fake.dtype, fake.device,
+                    hint(fake.storage_offset(), 0) * fake.dtype.itemsize & 15)

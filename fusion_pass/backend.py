@@ -20,13 +20,16 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from . import cost
 from .ahead import begin_kernels
+from .cat_site import CatSite
 from .chain_site import ChainSite
 from .graph import Lens, hint, module_path, source_line
 from .kernels.chain_ops import chain_runner
 from .kernels.ops import runner
 from .kernels.settings import compile_seconds
+from .masks import without_needless_masks
 from .options import Options, parse_options, strict
 from .patterns import candidate, find_norms
+from .patterns.cats import join_cats
 from .patterns.chain import extend_chains
 from .patterns.packed import join_packed
 from .report import FusionReport, SiteReport, emit, record
@@ -80,24 +83,26 @@ def fuse_module(gm: GraphModule, chosen: Options) -> FusionReport:
     Where the pass fails, `gm` is as it was, and the report says why; in strict mode it raises.
     """
     started = time.perf_counter()
-    error = None
+    error, note = None, ""
     sites: list[SiteReport] = []
     original = gm.graph
     try:
-        graph, sites = fuse_graph(original, chosen, begin=True)
-        if graph is not None:
-            gm.graph = graph
+        graph, note = without_needless_masks(original) if chosen.masks == "simplify" else (original, "")
+        fused, sites = fuse_graph(graph, chosen, begin=True)
+        if fused is not None or graph is not original:
+            gm.graph = fused or graph
             _LazyGraphModule.force_recompile(gm)  # here, where a failure falls back
     except Exception as failure:
         if strict():
             raise
         if gm.graph is not original:
             gm.graph = original
+        note = ""
         error = f"{type(failure).__name__}: {failure}"
     with _lock:
         number = next(_graph_numbers)
     report = FusionReport(name=model_name(gm), graph_index=number, sites=tuple(sites),
-                          error=error, seconds=time.perf_counter() - started)
+                          error=error, seconds=time.perf_counter() - started, notes=(note,) if note else ())
     record(report)
     emit(report, chosen.report)
     return report
@@ -137,6 +142,8 @@ def _fuse_graph(graph: Graph, options: Options, begin: bool) -> tuple[Graph | No
     join_packed(lens, taken)
     if options.inner in RUN_AS_WRITTEN:
         extend_chains(lens, taken, differentiable=options.inner == "eager")
+    if options.inner == "eager":
+        join_cats(lens, taken)
     by_out = {found.norm.out: found.norm for found in norms}
     declined = [_declined(lens, c.anchor, c.reason, by_out[c.anchor]) for c in lost]
     declined += [_declined(lens, node, why) for node, why in refused]
@@ -148,16 +155,26 @@ def _fuse_graph(graph: Graph, options: Options, begin: bool) -> tuple[Graph | No
         except Exception:  # what it would have gained is time alone
             if strict():
                 raise
-    reports = [report for site in taken.sites for report in _reports(lens, site, options.self_check)]
+    reports = [report for unit in taken.sites for report in _reports(lens, unit, options.self_check)]
     reports += declined
     reports.sort(key=lambda pair: lens.position[pair[0]])
     return fused, [report for _, report in reports] + _nested(graph)
 
 
-def _reports(lens: Lens, taken: Site | ChainSite, self_check: str):
+def _reports(lens: Lens, taken: Site | ChainSite | CatSite, self_check: str):
     """(anchor, report) of each norm of a taken site."""
-    site, chain = (taken.site, taken.chain) if isinstance(taken, ChainSite) else (taken, None)
-    call = _call(site)
+    if isinstance(taken, CatSite):
+        found = [_reports_of(lens, piece, piece, _call(piece, taken.places(piece)), self_check)
+                 for piece in taken.pieces]
+        note = "written to its place in the result of torch.cat"
+        return [(anchor, replace(report, note="; ".join(filter(None, (report.note, note)))))
+                for reports in found for anchor, report in reports]
+    site = taken.site if isinstance(taken, ChainSite) else taken
+    return _reports_of(lens, taken, site, _call(site), self_check)
+
+
+def _reports_of(lens: Lens, taken: Site | ChainSite, site: Site, call, self_check: str):
+    chain = taken.chain if isinstance(taken, ChainSite) else None
     outcome = runner(site.region.text, self_check).record  # tells reports later of checks and fallbacks
     ways = chain_runner(chain, self_check) if chain is not None else None
     behind = tuple(map(_call, taken.pieces[1:])) if isinstance(taken, ChainSite) else ()
@@ -212,13 +229,14 @@ def _declined(lens: Lens, node, decline: Decline, norm=None):
     return node, report
 
 
-def _call(site: Site):
-    """The call of the site's kernel, for the sizes seen here."""
+def _call(site: Site, places=None):
+    """The call of the site's kernel, for the sizes seen here; `places` as in `Call`."""
     from .kernels.call import Call
 
     return Call(site.region, tuple(tuple(map(hint, fake.shape)) for fake in site.fakes),
                 tuple(tuple(map(hint, fake.stride())) for fake in site.fakes), site.fakes[0].device,
-                scalars=tuple(None if isinstance(s, Node) else s for s in site.scalars))
+                scalars=tuple(None if isinstance(s, Node) else s for s in site.scalars),
+                places=places)
 
 
 def model_name(gm: GraphModule) -> str:

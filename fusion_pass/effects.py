@@ -186,14 +186,14 @@ def _written(node: Node) -> list[Node] | None:
 
 
 def _writes_first(node: Node, name: str) -> bool:
+    if getattr(node.target, "__module__", None) in ("_operator", "operator"):
+        return name in _INPLACE_OPERATORS  # `and_` and `or_` are none
     if name.endswith("_") and not name.endswith("__"):
         return True
     if name in _INPLACE_METHODS:
         return True
     if node.op == "call_method":
         return False
-    if getattr(node.target, "__module__", None) in ("_operator", "operator"):
-        return name in _INPLACE_OPERATORS
     return _binds_inplace(node)
 
 

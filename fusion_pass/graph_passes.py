@@ -17,7 +17,7 @@ from .backend import fuse_module
 from .options import Options, parse_options
 
 #: what the options of a pass may be: the compiler is the one that runs it
-_OPTIONS = ("report", "training", "self_check")
+_OPTIONS = ("report", "training", "self_check", "masks")
 
 
 class InductorPass(CustomGraphPass):
@@ -41,7 +41,8 @@ class InductorPass(CustomGraphPass):
     def uuid(self) -> Any:
         """Part of the key of Inductor's caches: another version of the pass compiles anew. The report is
         left out, since it does not change a graph."""
-        return ("ascend_ln_fuse", _sources(), self.options.training, self.options.self_check)
+        return ("ascend_ln_fuse", _sources(), self.options.training, self.options.self_check,
+                self.options.masks)
 
 
 def inductor_pass(**options) -> InductorPass:
@@ -53,7 +54,7 @@ def inductor_pass(**options) -> InductorPass:
     It runs on Dynamo's graph, so training works too. Inductor may keep several passes in a list.
 
     Args:
-        **options: report, training and self_check of `ascend_ln_fuse.Options`.
+        **options: report, training, self_check and masks of `ascend_ln_fuse.Options`.
 
     Raises:
         ValueError, TypeError: an unknown option, or one whose value is not valid.

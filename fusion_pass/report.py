@@ -126,9 +126,11 @@ class FusionReport:
     sites: tuple[SiteReport, ...] = ()
     error: str | None = None  # why the pass failed; the original graph runs then
     seconds: float = 0.0  # time spent in the pass; not told where it is nan
+    notes: tuple[str, ...] = ()  # what else was done to the graph
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sites", tuple(self.sites))
+        object.__setattr__(self, "notes", tuple(self.notes))
 
     @property
     def found(self) -> int:
@@ -166,6 +168,7 @@ class FusionReport:
             "declined": self.declined,
             "error": self.error,
             "seconds": self.seconds if math.isfinite(self.seconds) else None,
+            "notes": list(self.notes),
             "sites": [site.to_dict() for site in self.sites],
         }
 
@@ -181,6 +184,7 @@ class FusionReport:
             sites=tuple(SiteReport.from_dict(site) for site in data.get("sites", ())),
             error=data.get("error"),
             seconds=data.get("seconds") or 0.0,
+            notes=data.get("notes", ()),
         )
 
     def __str__(self) -> str:
@@ -311,6 +315,8 @@ def render(
             console.print(Text(line, "dim", overflow="fold"))
         for line in _listing(rows) if mode == "full" else ():
             console.print(Text(line), soft_wrap=True)
+    for note in report.notes:
+        console.print(Text(visible(note), "dim", overflow="fold"))
     lines = out.getvalue().replace(_GLUE, " ").split("\n")
     return "\n".join(line.rstrip() for line in lines)
 

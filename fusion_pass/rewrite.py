@@ -11,10 +11,12 @@ import operator
 import torch
 from torch.fx import Graph, Node
 
+from .cat_site import CatSite
 from .chain_site import ChainSite
 from .contract import check_contract
 from .graph import Lens
 from .kernels.chain_ops import chain_call
+from .kernels.joined import joined_call
 from .kernels.ops import python_call
 from .kernels.region import one_line
 from .select import Taken
@@ -36,17 +38,27 @@ def rewrite(lens: Lens, taken: Taken, traceable: bool, self_check: str) -> Graph
     views: dict[int, dict] = {}
     schedule = taken.schedule()
     for site in taken.sites:
-        for piece in site.pieces if isinstance(site, ChainSite) else (site,):
+        for piece in (site,) if isinstance(site, Site) else site.pieces:
             check_contract(lens, piece)
     interior = {node for site in taken.sites for node in site.interior}
     for unit in schedule:
-        if isinstance(unit, (Site, ChainSite)):
+        if isinstance(unit, (Site, ChainSite, CatSite)):
             known = views.setdefault(lens.segment[unit.anchor], {})
             _insert(graph, unit, env, known, traceable, self_check)
         elif unit not in interior:
             env[unit] = _copy(graph, unit, env)
     graph.lint()
     return graph
+
+
+def copy_graph(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
+    """A copy to be changed, and the copy of each node."""
+    copied = Graph(owning_module=graph.owning_module)
+    copied._codegen = copy.deepcopy(graph._codegen)  # how inputs and outputs are packed
+    env: dict[Node, Node] = {}
+    for node in graph.nodes:
+        env[node] = _copy(copied, node, env)
+    return copied, env
 
 
 def _copy(graph: Graph, node: Node, env: dict) -> Node:
@@ -56,18 +68,20 @@ def _copy(graph: Graph, node: Node, env: dict) -> Node:
     return result
 
 
-def _insert(graph: Graph, site: Site | ChainSite, env: dict, views: dict, traceable: bool,
+def _insert(graph: Graph, site: Site | ChainSite | CatSite, env: dict, views: dict, traceable: bool,
             self_check: str) -> None:
     inputs = [_operand(graph, node, steps, env, views) for node, steps in site.inputs]
     scalars = [env[s] if isinstance(s, Node) else s for s in site.scalars]
-    fused = site.chain if isinstance(site, ChainSite) else site.region
     if traceable:
+        fused = site.chain if isinstance(site, ChainSite) else site.region
         name = "chain" if isinstance(site, ChainSite) else "region"
         op = graph.call_function(getattr(torch.ops.ascend_ln_fuse, name).default,
                                  (one_line(fused.text), inputs, scalars), {"self_check": self_check})
     else:
-        call = chain_call if isinstance(site, ChainSite) else python_call
-        op = graph.call_function(call(fused, self_check), (*inputs, *scalars))
+        call = python_call(site.region, self_check) if isinstance(site, Site) else \
+            chain_call(site.chain, self_check) if isinstance(site, ChainSite) else \
+            joined_call(site.joined, self_check)
+        op = graph.call_function(call, (*inputs, *scalars))
     _keep_meta(op, site.anchor)
     single = len(site.outputs) == 1 and not traceable
     for number, (node, finish) in enumerate(zip(site.outputs, site.finishes)):

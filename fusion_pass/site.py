@@ -177,7 +177,8 @@ class Assembler:
     """Writes the region of a set of nodes (see `assemble`)."""
 
     def __init__(self, lens: Lens, norms: Sequence[Norm], interior: frozenset[Node],
-                 result: Node, regroup: Node | None, composites: Sequence[Composite]):
+                 result: Node, regroup: Node | None, composites: Sequence[Composite], expands: bool):
+        self.expands = expands
         self.lens, self.interior, self.regroup = lens, interior, regroup
         self.composites = {composite.out: composite for composite in composites}
         self.norms = {norm.out: norm for norm in norms if norm.op}
@@ -200,7 +201,7 @@ class Assembler:
         self.scalar_names: list[str] = []
         self.lines: list[Line] = []
         self.memo: dict = {}
-        self.steps: dict[Node, Step] = {}
+        self.steps: dict = {}
         self.dtypes: dict[str, str] = {}
 
     def emit(self, node: Node, steps: tuple[Step, ...] = ()) -> str:
@@ -243,6 +244,10 @@ class Assembler:
             if fake is not None:
                 if not steps or same_shape(fake.shape, self.lens.tensor(node).shape):
                     return self.emit(arg, steps)
+                shape = self.lens.tensor(node).shape
+                if self.expands and fake.dim() > 1 and all(isinstance(n, int) for n in shape):
+                    step = self.steps.setdefault((arg, tuple(shape)), Step.method("expand", *shape))
+                    return self.emit(arg, (step, *steps))
                 # A view below the norm leaves the lane alone, and so all that has only a lane.
                 if fake.dim() > 1 or not self._below(node):
                     raise Decline("a view is taken of a broadcast operand", arg)
@@ -417,16 +422,18 @@ def layout_order(node: Node, fake: torch.Tensor) -> tuple[int, ...]:
 
 def assemble(lens: Lens, pattern: str, norms: Sequence[Norm], interior: frozenset[Node],
              outputs: Sequence[Node], regroup: Node | None = None,
-             composites: Sequence[Composite] = ()) -> Site:
+             composites: Sequence[Composite] = (), expands: bool = False) -> Site:
     """The site that replaces `interior` and yields `outputs` (nodes of it).
 
     `regroup` is a reshape inside, above the norm: the region works on the shape before it, and the
     reshape is done on the (contiguous) results instead. `composites` are the lane ops inside.
+    `expands`: where a view is taken of a broadcast operand, it is taken of the operand expanded, if sizes
+    are static.
 
     Raises:
         Decline: where the nodes have no exact region, with the node that is in the way.
     """
-    builder = Assembler(lens, norms, interior, outputs[0], regroup, composites)
+    builder = Assembler(lens, norms, interior, outputs[0], regroup, composites, expands)
     written = []
     finish: tuple[Step, ...] = ()
     if regroup is not None:

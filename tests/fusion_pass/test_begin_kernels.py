@@ -57,8 +57,20 @@ class Modulated(nn.Module):
         return x + gate[:, None] * self.down(F.gelu(self.up(h), approximate="tanh"))
 
 
+class Joined(nn.Module):
+    """Norms whose results a cat joins."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm_q, self.norm_c = nn.LayerNorm(16), nn.RMSNorm(16)
+
+    def forward(self, x):
+        q, c = x.unflatten(-1, (2, 2, 16)).unbind(2)
+        return torch.cat([self.norm_c(c[:, :3]), self.norm_q(q)], 1)
+
+
 CASES = {"attention": (Attention, (2, 6, 64)), "block": (Block, (2, 6, 64)), "odd": (Odd, (2, 6, 24)),
-         "modulated": (Modulated, (2, 6, 24))}
+         "modulated": (Modulated, (2, 6, 24)), "joined": (Joined, (2, 6, 64))}
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -72,6 +84,8 @@ def test_calls_wait_for_what_the_pass_has_begun(name, grad, dynamic, asked):
     with torch.set_grad_enabled(grad):
         compiled(torch.randn(shape).bfloat16())
     assert waited and set(waited) == set(begun)
+    if name == "joined":
+        assert all("torch.cat" in site.note for site in last_reports()[-1].sites)
 
 
 def test_a_graph_that_is_compiled_again_begins_nothing(asked):
