@@ -27,12 +27,12 @@ def begin_kernels(lens: Lens, taken: Taken, self_check: str) -> None:
         fakes = [replay(lens.tensor(node), steps) for node, steps in site.inputs]
         if runs_reference(fakes[0].device):
             continue
-        recorded = torch.is_grad_enabled() and any(fake.requires_grad for fake in fakes)
         inputs = [_likeness(fake) for fake in fakes]
         if isinstance(site, ChainSite):
+            recorded = torch.is_grad_enabled() and any(fake.requires_grad for fake in fakes)
             chain_runner(site.chain, self_check).expect(inputs, site.chain.kept if recorded else ())
         elif isinstance(site, CatSite):
-            expect_joined(site.joined, inputs, recorded, self_check)
+            expect_joined(site.joined, inputs, self_check)
         else:
             runner(site.region.text, self_check).expect(inputs)
 

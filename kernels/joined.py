@@ -113,11 +113,9 @@ def _places(joined: Joined, wholes: Sequence) -> tuple[list[list], list[tuple]]:
     return [[places[i] for i in range(len(places))] for places in found], copied
 
 
-def expect_joined(joined: Joined, tensors: Sequence[Likeness], recorded: bool,
-                  self_check: str = DEFAULT_SELF_CHECK) -> None:
-    """Begin to compile, in the background, what a call of `joined_call` on such tensors runs. `recorded`:
-    gradients are."""
+def expect_joined(joined: Joined, tensors: Sequence[Likeness], self_check: str = DEFAULT_SELF_CHECK) -> None:
+    """Begin to compile, in the background, what a call of `joined_call` on such tensors runs where no gradient
+    is recorded."""
     wholes = [Likeness.dense(cat.sizes, cat.dtype, tensors[0].device) for cat in joined.cats]
     for launch, places in zip(joined.launches, _places(joined, wholes)[0]):
-        inputs = [tensors[i] for i in launch.inputs]
-        runner(launch.region.text, self_check).expect(inputs, None if recorded else places)
+        runner(launch.region.text, self_check).expect([tensors[i] for i in launch.inputs], places)

@@ -13,6 +13,7 @@ from ascend_ln_fuse.kernels import compiling, fused_linear_plan, launch, setting
 from ascend_ln_fuse.kernels.chain_ops import chain_runner
 from ascend_ln_fuse.kernels.ops import runner
 from ascend_ln_fuse.loading import Example
+from ascend_ln_fuse.patterns import cats
 from ascend_ln_fuse.trace import trace
 
 OFF = {"report": "off"}
@@ -76,15 +77,16 @@ CASES = {"attention": (Attention, (2, 6, 64)), "block": (Block, (2, 6, 64)), "od
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_calls_wait_for_what_the_pass_has_begun(name, grad, dynamic, asked):
+def test_calls_wait_for_what_the_pass_has_begun(name, grad, dynamic, asked, monkeypatch):
     begun, waited = asked
+    monkeypatch.setattr(cats, "LEAST_BYTES", 1)
     make, shape = CASES[name]
     model = make().bfloat16()
     compiled = torch.compile(model, backend="ascend_ln_fuse", options=OFF, dynamic=dynamic)
     with torch.set_grad_enabled(grad):
         compiled(torch.randn(shape).bfloat16())
     assert waited and set(waited) == set(begun)
-    if name == "joined":
+    if name == "joined" and not grad and not dynamic:
         assert all("torch.cat" in site.note for site in last_reports()[-1].sites)
 
 
