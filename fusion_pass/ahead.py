@@ -24,9 +24,9 @@ def begin_kernels(lens: Lens, taken: Taken, self_check: str) -> None:
     what it needs, as it would without this.
     """
     for site in taken.sites:
-        fakes = [replay(lens.tensor(node), steps) for node, steps in site.inputs]
-        if runs_reference(fakes[0].device):
+        if runs_reference(lens.tensor(site.anchor).device):
             continue
+        fakes = [replay(lens.tensor(node), steps) for node, steps in site.inputs]
         inputs = [_likeness(fake) for fake in fakes]
         if isinstance(site, ChainSite):
             recorded = torch.is_grad_enabled() and any(fake.requires_grad for fake in fakes)

@@ -114,8 +114,8 @@ def _places(joined: Joined, wholes: Sequence) -> tuple[list[list], list[tuple]]:
 
 
 def expect_joined(joined: Joined, tensors: Sequence[Likeness], self_check: str = DEFAULT_SELF_CHECK) -> None:
-    """Begin to compile, in the background, what a call of `joined_call` on such tensors runs where no gradient
-    is recorded."""
+    """Begin to compile, in the background, what a call of `joined_call` on such tensors runs without
+    gradients."""
     wholes = [Likeness.dense(cat.sizes, cat.dtype, tensors[0].device) for cat in joined.cats]
     for launch, places in zip(joined.launches, _places(joined, wholes)[0]):
         runner(launch.region.text, self_check).expect([tensors[i] for i in launch.inputs], places)

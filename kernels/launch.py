@@ -475,6 +475,10 @@ def _compile_lock(source: KernelSource) -> threading.Lock:
     return threading.Lock()
 
 
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_compile_lock.cache_clear)  # what held one of them stays behind
+
+
 @lru_cache(maxsize=1024)
 def _function(source: KernelSource):
     return load(source)

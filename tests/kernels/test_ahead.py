@@ -184,6 +184,7 @@ def test_so_does_a_call_that_writes_over_an_input(compiled):
     r, (x, w, b), scalars = case()
     run, x = Runner(r), x.contiguous()
     run.expect([like(t) for t in (x, w, b)], [like(x)])
+    settle(WAIT)
     before = x.clone()
     run.into([x, w, b], scalars, [x])
     assert_right(r, [before, w, b], scalars, (x,))
