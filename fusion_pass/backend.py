@@ -33,7 +33,7 @@ from .patterns.cats import join_cats
 from .patterns.chain import extend_chains
 from .patterns.packed import join_packed
 from .report import FusionReport, SiteReport, emit, record
-from .rewrite import rewrite
+from .rewrite import read_by_result, rewrite
 from .select import select
 from .site import Decline, Site
 
@@ -133,7 +133,7 @@ def _collector_paused() -> Iterator[None]:
 
 
 def _fuse_graph(graph: Graph, options: Options, begin: bool) -> tuple[Graph | None, list[SiteReport]]:
-    lens = Lens(graph)
+    lens = Lens(read_by_result(graph))
     norms, refused = find_norms(lens)
     claimed = {node for found in norms for node in found.norm.interior}
     no_grad = options.training == "decline"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import operator
+from collections.abc import Callable
 
 import torch
 from torch.fx import Graph, Node
@@ -14,6 +15,7 @@ from torch.fx import Graph, Node
 from .cat_site import CatSite
 from .chain_site import ChainSite
 from .contract import check_contract
+from .effects import value_of
 from .graph import Lens
 from .kernels.chain_ops import chain_call
 from .kernels.joined import joined_call
@@ -21,6 +23,37 @@ from .kernels.ops import python_call
 from .kernels.region import one_line
 from .select import Taken
 from .site import Site
+from .updates import update_word
+
+
+def read_by_result(graph: Graph) -> Graph:
+    """The graph in which all who come after an in-place op read its result instead of what it writes, which
+    is the same tensor: `h.mul_(2); return h` as `return h.mul_(2)`. `graph` itself where none does.
+    """
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    updates = {node for node in graph.nodes if update_word(node) and _yields_target(node)}
+    if all(position[user] <= position[node] for node in updates for user in node.args[0].users):
+        return graph
+    result = Graph(graph.owning_module, tracer_cls=graph._tracer_cls)
+    result._codegen = copy.deepcopy(graph._codegen)
+    env: dict[Node, Node] = {}
+    latest: dict[Node, Node] = {}  # a node of `result` that was written -> the result of that
+
+    def lookup(node: Node) -> Node:
+        while env[node] in latest:
+            env[node] = latest[env[node]]
+        return env[node]
+
+    for node in graph.nodes:
+        env[node] = _copy(result, node, lookup)
+        if node in updates:
+            latest[env[node].args[0]] = env[node]
+    return result
+
+
+def _yields_target(update: Node) -> bool:
+    """Whether the fake of an in-place op is that of its target."""
+    return value_of(update) is not None and value_of(update) is value_of(update.args[0])
 
 
 def rewrite(lens: Lens, taken: Taken, traceable: bool, self_check: str) -> Graph:
@@ -46,7 +79,7 @@ def rewrite(lens: Lens, taken: Taken, traceable: bool, self_check: str) -> Graph
             known = views.setdefault(lens.segment[unit.anchor], {})
             _insert(graph, unit, env, known, traceable, self_check)
         elif unit not in interior:
-            env[unit] = _copy(graph, unit, env)
+            env[unit] = _copy(graph, unit, env.__getitem__)
     graph.lint()
     return graph
 
@@ -57,12 +90,12 @@ def copy_graph(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
     copied._codegen = copy.deepcopy(graph._codegen)  # how inputs and outputs are packed
     env: dict[Node, Node] = {}
     for node in graph.nodes:
-        env[node] = _copy(copied, node, env)
+        env[node] = _copy(copied, node, env.__getitem__)
     return copied, env
 
 
-def _copy(graph: Graph, node: Node, env: dict) -> Node:
-    result = graph.node_copy(node, env.__getitem__)
+def _copy(graph: Graph, node: Node, lookup: Callable[[Node], Node]) -> Node:
+    result = graph.node_copy(node, lookup)
     if hasattr(node, "_dynamo_source"):  # of an input; AOTAutograd asks for it
         result._dynamo_source = node._dynamo_source
     return result

@@ -19,6 +19,7 @@ from .kernels.pointwise import POINTWISE
 from .kernels.reference import DTYPE_WORDS
 from .kernels.region import Line, NormRegion, Operand, Output, dense_strides
 from .kinds import REGROUPING_VIEWS, STRIDE_FREE_VIEWS
+from .updates import without_inplace
 
 #: what a node must yield to be a run-time scalar of a region
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
@@ -149,28 +150,29 @@ class Site:
 def pointwise_word(lens: Lens, node: Node) -> str | None:
     """The word of kernels/pointwise.py that `node` computes exactly, or None."""
     word = lens.kind(node)
-    kwargs = dict(node.kwargs)
+    args, kwargs = without_inplace(node) if node in lens.updates else (node.args, dict(node.kwargs))
     if word == "gelu":
-        approximate = kwargs.pop("approximate", node.args[1] if len(node.args) > 1 else "none")
+        approximate = kwargs.pop("approximate", args[1] if len(args) > 1 else "none")
         return None if kwargs else {"none": "gelu", "tanh": "gelu_tanh"}.get(approximate)
     if word == "pow":
-        power = node.args[1] if len(node.args) == 2 else None
+        power = args[1] if len(args) == 2 else None
         return {2: "square", 3: "cube", 0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}.get(power) \
             if isinstance(power, (int, float)) and not kwargs else None
     if word == "rsub":
-        return "sub" if not kwargs and len(node.args) == 2 else None
+        return "sub" if not kwargs and len(args) == 2 else None
     if word not in POINTWISE:
         return None
     if kwargs.pop("alpha", 1) != 1 or kwargs.pop("inplace", False) or kwargs:
         return None
-    return word if len(node.args) == POINTWISE[word].arity else None
+    return word if len(args) == POINTWISE[word].arity else None
 
 
 def pointwise_args(lens: Lens, node: Node) -> tuple:
     """The operands of a pointwise node in the order of its word."""
+    args = without_inplace(node)[0] if node in lens.updates else node.args
     if lens.kind(node) == "rsub":
-        return (node.args[1], node.args[0])
-    return tuple(node.args[:1]) if lens.kind(node) in ("pow", "gelu") else tuple(node.args)
+        return (args[1], args[0])
+    return tuple(args[:1]) if lens.kind(node) in ("pow", "gelu") else tuple(args)
 
 
 class Assembler:

@@ -193,9 +193,9 @@ def linear(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
     """The product of a LinearStage by torch's library: `[..., K]` -> `[..., N]`."""
     if not transposed:
         return F.linear(value, weight, bias)
-    rows = value.reshape(-1, value.shape[-1])
+    rows = value if value.dim() == 2 else value.reshape(-1, value.shape[-1])
     product = torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
-    return product.view(*value.shape[:-1], weight.shape[1])
+    return product if rows is value else product.view(*value.shape[:-1], weight.shape[1])
 
 
 def evaluate(chain: Chain, inputs: Sequence[torch.Tensor], scalars: Sequence[float],

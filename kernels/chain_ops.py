@@ -38,10 +38,9 @@ def chain_call(chain: Chain, self_check: str = DEFAULT_SELF_CHECK,
 
     def fused(*args):
         inputs, scalars = args[:count], args[count:]
-        if args[0].device.type == "cpu" and runs_reference(args[0].device) or \
-                forward_ad._current_level >= 0:
+        if forward_ad._current_level >= 0 or args[0].is_cpu and runs_reference(args[0].device):
             results = tuple(evaluate(chain, inputs, scalars).values())
-        elif torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        elif torch.is_grad_enabled() and any([x.requires_grad for x in inputs]):
             results = _Chain.apply(run, scalars, *inputs)
         else:
             results = run(inputs, scalars)

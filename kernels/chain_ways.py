@@ -26,12 +26,14 @@ import torch
 from .chain import Chain, LinearStage, RegionStage, walk, words_of
 from .chain_choice import LIBRARY, Choice, Question, choose, worth_compiling
 from .chain_fused import FusedSegment, fused_segment
+from .chain_program import Step, program, written_over
 from .fused_linear import FusedLinear
 from .fused_linear_check import SegmentRecord
 from .launch import MAX_PLANS
 from .layout import Unsupported
-from .likeness import Likeness, layouts
+from .likeness import Likeness
 from .ops import runner
+from .recent import Recent, layouts
 from .reference import TORCH_DTYPES
 from .region import broadcast_sizes
 from .settings import DEFAULT_SELF_CHECK
@@ -87,8 +89,11 @@ class ChainRunner:
         """`decide` answers which way a segment takes (tests: without measuring)."""
         self.chain, self.segments = chain, segments(chain)
         self.choices: dict[tuple, Choice] = {}
-        #: layout of the inputs -> the calls of all segments, where each is one kernel
-        self._bound: dict[tuple, list[Callable]] = {}
+        #: layout of the inputs -> (what runs the whole chain on them, its kernels); and those of the latest
+        self._bound: dict[tuple, tuple[Callable, list[Callable]]] = {}
+        self._recent = Recent()
+        #: for each segment, whether it is one kernel -> what runs the chain so, see `program`
+        self._programs: dict[tuple[bool, ...], tuple[Callable, list[bool]]] = {}
         self._decide = decide
         self._lock = threading.RLock()
         #: how often a segment has lost its kernel: what was bound before that is not used after it
@@ -120,44 +125,82 @@ class ChainRunner:
         with self._lock:
             self._rejections += 1
             self._bound.clear()
+            self._recent.clear()
             for key in [key for key in self.choices if key[0] == number]:
                 del self.choices[key]
 
     def __call__(self, inputs: Sequence[torch.Tensor],
                  scalars: Sequence[float] = ()) -> tuple[torch.Tensor, ...]:
         """The outputs of the chain, new tensors."""
-        return tuple(self.values(inputs, scalars).values())
+        pointers = [x.data_ptr() for x in inputs]
+        found = self._recent.find(inputs, pointers)
+        if found is None:
+            key = layouts(inputs)
+            found = self._bound.get(key)
+            if found is None:
+                return self._first(key, inputs, scalars)
+            with self._lock:
+                if self._bound.get(key) is found:
+                    self._recent.add(inputs, pointers, found)
+        run, kernels = found
+        return run(kernels, inputs, scalars)
 
     def values(self, inputs: Sequence[torch.Tensor], scalars: Sequence[float],
-               keep: Sequence[str] = ()) -> dict[str, torch.Tensor]:
-        """The chain's outputs and the values of `keep`, by name. With `keep`, the library runs: the
-        other ways never write a product to memory."""
-        values = dict(zip(self.chain.inputs, inputs))
-        numbers = dict(zip(self.chain.scalars, scalars))
-        if self._bound and not keep:  # nothing is bound where the library runs: no key is made for it
-            known = self._bound.get(layouts(inputs))
-            if known is not None:
-                return self._run_bound(known, values, numbers)
-        bound: list[Callable] | None = []
+               keep: Sequence[str]) -> dict[str, torch.Tensor]:
+        """The chain's outputs and the values of `keep`, by name. The library runs: the other ways never write
+        a product to memory."""
+        values, numbers = self._named(inputs, scalars)
+        for number in range(len(self.segments)):
+            self._library(number, values, numbers, keep)
+        return {name: values[name] for name in dict.fromkeys((*self.chain.outputs, *keep))}
+
+    def _named(self, inputs, scalars) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        return dict(zip(self.chain.inputs, inputs)), dict(zip(self.chain.scalars, scalars))
+
+    def _first(self, key: tuple, inputs, scalars) -> tuple[torch.Tensor, ...]:
+        """A call with a layout for which nothing is bound: chooses, and binds what can be bound."""
+        values, numbers = self._named(inputs, scalars)
         rejections = self._rejections
+        plans: list[tuple | None] = []  # for each segment, its kernel and block shapes; None: the library
+        final = True
         for number, fused in enumerate(self._fused):
-            choice = None
-            if fused is not None and not keep:
-                choice = self._choice(number, fused, values, numbers)
+            choice = None if fused is None else self._choice(number, fused, values, numbers)
             if choice is None or choice.way == LIBRARY:
-                self._library(number, values, numbers, keep)
-                bound = None
+                self._library(number, values, numbers)
+                plans.append(None)
             else:
-                before = dict(values)
-                self._one_kernel(number, fused.call, choice.config, values, numbers)
-                bound = self._with(bound, number, before, choice)
-        if bound:
+                self._norm_ahead(number, values, numbers)
+                values.update(fused.call(values, numbers, choice.config))
+                plans.append((fused.plan(values, choice.config), choice.config))
+                final = final and plans[-1][0] is not None
+                self._drop(number, values)
+            final = final and (choice is None or choice.final)
+        if final:
+            found = self._bind(plans)
             with self._lock:
                 if len(self._bound) >= MAX_PLANS:
                     self._bound.clear()
                 if rejections == self._rejections:
-                    self._bound[layouts(inputs)] = bound
-        return {name: values[name] for name in dict.fromkeys((*self.chain.outputs, *keep))}
+                    self._bound[key] = found
+        return tuple([values[name] for name in self.chain.outputs])
+
+    def _bind(self, plans: Sequence[tuple | None]) -> tuple[Callable, list[Callable]]:
+        """What runs the chain with these plans of its segments; see `_first`."""
+        ways = tuple(plan is not None for plan in plans)
+        known = self._programs.get(ways)
+        if known is None:
+            steps = [self._step(number, way) for number, way in enumerate(ways)]
+            known = self._programs[ways] = program(self.chain, steps, self._runners, self._over)
+        run, implied = known
+        alone = [(fused.run, *plan) for fused, plan in zip(self._fused, plans) if plan is not None]
+        return run, [plan if sure else partial(kernel.in_row, config)
+                     for (kernel, plan, config), sure in zip(alone, implied)]
+
+    def _step(self, number: int, one_kernel: bool) -> Step:
+        segment, fused = self.segments[number], self._fused[number]
+        if not one_kernel:
+            return Step(self._stages[number])
+        return Step([(segment.norm, ())] if _norm_alone(segment, fused) else [], fused, self._gone[number])
 
     def expect(self, inputs: Sequence[Likeness], keep: Sequence[str] = ()) -> None:
         """Begin to compile, in the background, what a call of `values` on such tensors will need: the kernels
@@ -174,10 +217,12 @@ class ChainRunner:
     def _expect_region(self, keep: Sequence[str], stage: RegionStage, args: Sequence[Likeness],
                        scalars: Sequence[float]) -> Sequence[Likeness]:
         run, region = self._runners[stage.names], stage.region
-        buffer = self._buffer(keep, stage, args)
-        if buffer is not None:
-            run.expect(args, (buffer,))
-            return (buffer,)
+        target = self._over[stage.names]
+        if target is not None and target not in keep:
+            buffer = args[stage.args.index(target)]
+            if buffer.is_contiguous():  # as chain_program.written_over
+                run.expect(args, (buffer,))
+                return (buffer,)
         run.expect(args)
         sizes = broadcast_sizes(region, [x.shape for x in args])
         return [Likeness.dense(sizes, TORCH_DTYPES[out.dtype], args[0].device, out.order)
@@ -212,36 +257,10 @@ class ChainRunner:
     def _region(self, keep: Sequence[str], stage: RegionStage, args: Sequence[torch.Tensor],
                 scalars: Sequence[float]) -> Sequence[torch.Tensor]:
         """A region by its kernel, over an input where that may be."""
-        run, buffer = self._runners[stage.names], self._buffer(keep, stage, args)
-        if buffer is None:
-            return run(args, scalars)
-        run.into(args, scalars, (buffer,))
-        return (buffer,)
-
-    def _buffer(self, keep: Sequence[str], stage: RegionStage, args: Sequence):
-        """The one of `args` that the result of `stage` is written over; None where there is none."""
-        target = self._over[stage.names]
-        if target is None or target in keep:
-            return None
-        buffer = args[stage.args.index(target)]
-        return buffer if buffer.is_contiguous() else None
-
-    def _with(self, bound: list[Callable] | None, number: int, before: dict,
-              choice: Choice) -> list[Callable] | None:
-        """`bound` and segment `number` on values laid out as these; None where it cannot be bound."""
-        fused = self._fused[number]
-        if bound is None or not choice.final or _norm_alone(self.segments[number], fused):
-            return None
-        call = fused.bound(before, choice.config)
-        return None if call is None else [*bound, call]
-
-    def _run_bound(self, bound: Sequence[Callable], values: dict, numbers: dict) -> dict[str, torch.Tensor]:
-        """All segments as one kernel each, on inputs of a layout that was met before: what lies between
-        them is laid out as it was then."""
-        for number, call in enumerate(bound):
-            values.update(call(values, numbers))
-            self._drop(number, values)
-        return {name: values[name] for name in self.chain.outputs}
+        run, target = self._runners[stage.names], self._over[stage.names]
+        if target is not None and target not in keep:
+            return written_over(run, args, scalars, stage.args.index(target))
+        return run(args, scalars)
 
     def ways(self) -> tuple[str, ...]:
         """What was chosen so far, in words: for each segment and each number of rows a line."""

@@ -21,7 +21,8 @@ from .fused_linear_structure import Bound, Projection, Segment, bind, grouped, r
 from .fused_linear_tiles import GemmTile, tiles
 from .launch import MAX_PLANS, runs_reference
 from .layout import Unsupported
-from .likeness import Likeness, layouts
+from .likeness import Likeness
+from .recent import Recent, layouts
 from .settings import DEFAULT_SELF_CHECK
 from .targets import Target, target_for
 
@@ -47,6 +48,7 @@ class FusedLinear:
         self.record = record or SegmentRecord()
         self._target, self._rejected = target, rejected
         self._plans: dict[tuple, Callable] = {}
+        self._recent: dict[GemmTile, Recent] = {}  # the plans of the latest calls of `in_row`
         self._lock = threading.Lock()
 
     def __call__(self, norm_inputs: Sequence[torch.Tensor], norm_scalars: Sequence[float],
@@ -74,6 +76,21 @@ class FusedLinear:
         if plan is None:
             plan = self._make(key, norm_inputs, weights, biases, epilogue_inputs)
         return plan(tensors, (), [*norm_scalars, *epilogue_scalars])
+
+    def in_row(self, config: GemmTile, tensors: Sequence[torch.Tensor], _: object,
+               scalars: Sequence[float]) -> tuple[torch.Tensor, ...]:
+        """As a call, on tensors (see `in_a_row`) and scalars that are in a row already; but for `config`,
+        called as its plans are."""
+        pointers = [x.data_ptr() for x in tensors]
+        recent = self._recent.get(config)
+        plan = recent.find(tensors, pointers) if recent is not None else None
+        if plan is None:
+            key = config, layouts(tensors)
+            plan = self._plans.get(key) or self._make(key, *grouped(self.segment, tensors))
+            with self._lock:
+                if self._plans.get(key) is plan and isinstance(plan, Plan):
+                    self._recent.setdefault(config, Recent()).add(tensors, pointers, plan)
+        return plan(tensors, (), scalars)
 
     def attempt(self, tensors: Sequence[torch.Tensor], scalars: Sequence[float],
                 config: GemmTile) -> tuple[torch.Tensor, ...]:
@@ -110,7 +127,7 @@ class FusedLinear:
         kernel = plan.kernel if isinstance(plan, SegmentGuard) else plan
         return kernel if isinstance(kernel, Plan) else None
 
-    for _method in (__call__, attempt):
+    for _method in (__call__, in_row, attempt):
         _method._torchdynamo_disable = True  # type: ignore[attr-defined]
         _method._torchdynamo_disable_msg = "launches a kernel"  # type: ignore[attr-defined]
     del _method
@@ -216,6 +233,7 @@ class FusedLinear:
         with self._lock:
             first = self.record.reject(device, reason)
             self._plans.clear()
+            self._recent.clear()
         self._rejected()
         return first
 

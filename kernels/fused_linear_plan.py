@@ -141,6 +141,9 @@ class Plan:
     def _run(self, ahead, products, reduction, empty, tensors, scalars) -> tuple[torch.Tensor, ...]:
         """Every kernel's arguments, each handed to what launches, or compiles, that kernel."""
         outputs = [empty(*spec) for spec in self.outputs]
+        if ahead is None and reduction is None:  # one kernel: all tensors, as they stand in the row
+            products([*tensors, *outputs], scalars)
+            return tuple(outputs)
         stored, results = outputs[:self.stored], outputs[self.stored:]
         inputs, rest = tensors[:self.inputs], tensors[self.inputs:]
         weights, more = rest[:self.weights], rest[self.weights:]

@@ -24,7 +24,8 @@ from .compiling import ahead, within_limit
 from .frames import skip_frames
 from .guard import Guard
 from .layout import Layout, Unsupported, layout
-from .likeness import Likeness, layouts
+from .likeness import Likeness
+from .recent import Recent, layouts
 from .record import Record
 from .reference import TORCH_DTYPES, reference
 from .region import NormRegion, broadcast_sizes, dense_strides
@@ -68,6 +69,8 @@ class Runner:
         self.record = Record()
         self._target = target
         self._plans: dict[tuple, Callable] = {}
+        #: the plans of the latest calls; and of those of `over`, by the number of the input
+        self._recent, self._recent_over = Recent(), tuple(Recent() for _ in region.inputs)
         if "torch._dynamo" in sys.modules:
             skip_frames()
 
@@ -86,11 +89,13 @@ class Runner:
             ValueError, or what torch raises in the reference: inputs that do not fit the region.
         """
         pointers = [x.data_ptr() for x in inputs]
-        key = tuple([(x.shape, x.stride(), p & 15, x.dtype, x.get_device())
-                     for x, p in zip(inputs, pointers)])
-        plan = self._plans.get(key)
+        plan = self._recent.find(inputs, pointers)
         if plan is None:
-            return self._first(key, inputs, pointers, scalars)
+            key = layouts(inputs)
+            plan = self._plans.get(key)
+            if plan is None:
+                return self._first(key, inputs, pointers, scalars)
+            self._remember(self._recent, key, inputs, pointers, plan)
         return plan(inputs, pointers, scalars)
 
     def into(self, inputs: Sequence[torch.Tensor], scalars: Sequence[float],
@@ -102,15 +107,27 @@ class Runner:
         Raises:
             ValueError: an output's shape or dtype is wrong.
         """
-        tensors = [*inputs, *outputs]
-        pointers = [x.data_ptr() for x in tensors]
-        key = ("into", *[(x.shape, x.stride(), p & 15, x.dtype, x.get_device())
-                         for x, p in zip(tensors, pointers)])
+        pointers = [x.data_ptr() for x in inputs]
+        key = ("into", *layouts((*inputs, *outputs)))
         plan = self._plans.get(key)
         if plan is None:
-            self._first(key, inputs, pointers[:len(inputs)], scalars, outputs)
+            self._first(key, inputs, pointers, scalars, outputs)
         else:
-            plan(inputs, pointers[:len(inputs)], scalars, outputs)
+            plan(inputs, pointers, scalars, outputs)
+
+    def over(self, inputs: Sequence[torch.Tensor], scalars: Sequence[float], number: int) -> None:
+        """`into` with input `number` as the one output."""
+        pointers = [x.data_ptr() for x in inputs]
+        outputs, recent = (inputs[number],), self._recent_over[number]
+        plan = recent.find(inputs, pointers)
+        if plan is None:
+            key = ("into", *layouts((*inputs, *outputs)))
+            plan = self._plans.get(key)
+            if plan is None:
+                self._first(key, inputs, pointers, scalars, outputs)
+                return
+            self._remember(recent, key, inputs, pointers, plan)
+        plan(inputs, pointers, scalars, outputs)
 
     def expect(self, inputs: Sequence[Likeness], outputs: Sequence[Likeness] | None = None) -> None:
         """Begin to compile, in the background, what a call with such tensors (`into`, with such `outputs`)
@@ -128,10 +145,19 @@ class Runner:
 
     # Dynamo, should it meet a Runner, calls it instead of tracing into it. `torch.compiler.disable`
     # would say the same with a wrapper that costs microseconds a call.
-    for _method in (__call__, into):
+    for _method in (__call__, into, over):
         _method._torchdynamo_disable = True  # type: ignore[attr-defined]
         _method._torchdynamo_disable_msg = "launches a kernel"  # type: ignore[attr-defined]
     del _method
+
+    def _remember(self, recent: Recent, key: tuple, inputs, pointers, plan: Callable) -> None:
+        with _LOCK:
+            if self._plans.get(key) is plan:  # no other thread has put another in its place
+                recent.add(inputs, pointers, plan)
+
+    def _forget(self) -> None:
+        for recent in (self._recent, *self._recent_over):
+            recent.clear()
 
     def _first(self, key: tuple, inputs, pointers, scalars, outputs=None):
         """The first call with a key: makes the plan, keeps it and runs it."""
@@ -193,12 +219,14 @@ class Runner:
         with _LOCK:
             if self._plans.get(key) is old:
                 self._plans[key] = new
+                self._forget()
 
     def reject(self, device: torch.device, reason: str) -> bool:
         """Run the reference on `device` from now on. False where that was so already."""
         with _LOCK:
             first = self.record.reject(device, reason)
             self._plans.clear()  # those that are still right are made again
+            self._forget()
             return first
 
     def reference_plan(self, inputs, pointers, scalars, outputs=None):

@@ -58,8 +58,3 @@ class Likeness:
         shape[dim] = length
         skipped = start * self.strides[dim] * self.dtype.itemsize
         return replace(self, shape=tuple(shape), address=(self.address + skipped) & 15)
-
-
-def layouts(tensors: Sequence) -> tuple:
-    """What of tensors, or likenesses, a compiled launch depends on."""
-    return tuple([(x.shape, x.stride(), x.data_ptr() & 15, x.dtype, x.get_device()) for x in tensors])

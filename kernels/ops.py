@@ -52,13 +52,13 @@ def python_call(region: NormRegion, self_check: str = DEFAULT_SELF_CHECK) -> Cal
     plain = program(region) if runs_reference(torch.device("cpu")) else None
 
     def fused(*args):
-        if plain is not None and args[0].device.type == "cpu":
+        if plain is not None and args[0].is_cpu:
             results = plain(*args)
         else:
             inputs, scalars = args[:count], args[count:]
             if forward_ad._current_level >= 0:  # tangents flow through torch ops only
                 results = reference(region, inputs, scalars)
-            elif torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+            elif torch.is_grad_enabled() and any([x.requires_grad for x in inputs]):
                 results = _Region.apply(run, region, scalars, *inputs)
             else:
                 results = run(inputs, scalars)

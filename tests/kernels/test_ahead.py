@@ -8,16 +8,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from chain_cases import ffn, ffn_inputs, packed, packed_inputs
 from norm_cases import assert_right, inputs_for, region, scalars_for
-from test_chain import ffn, ffn_inputs, packed, packed_inputs
 
 from ascend_ln_fuse.kernels import chain_choice, compiling, fused_linear_plan, launch, launchers, settings
 from ascend_ln_fuse.kernels.chain_choice import LIBRARY, ONE_KERNEL, Choice
 from ascend_ln_fuse.kernels.chain_ways import ChainRunner
 from ascend_ln_fuse.kernels.compiling import CompileTimeout, ahead, settle, within_limit
 from ascend_ln_fuse.kernels.launch import Runner
-from ascend_ln_fuse.kernels.likeness import Likeness, layouts
+from ascend_ln_fuse.kernels.likeness import Likeness
 from ascend_ln_fuse.kernels.ops import runner
+from ascend_ln_fuse.kernels.recent import layouts
 from ascend_ln_fuse.kernels.targets import cuda
 
 WAIT = 60

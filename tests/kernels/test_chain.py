@@ -5,72 +5,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from chain_cases import K, N, ffn, ffn_inputs, norm, packed, packed_inputs, plain, plain_packed
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.nn import functional as F
 
 from ascend_ln_fuse.kernels import chain_choice
-from ascend_ln_fuse.kernels.chain import Chain, LinearStage, Part, RegionStage, evaluate
+from ascend_ln_fuse.kernels.chain import Chain, LinearStage, RegionStage, evaluate
 from ascend_ln_fuse.kernels.chain_choice import LIBRARY, ONE_KERNEL, Choice, Question, agree, choose
 from ascend_ln_fuse.kernels.chain_ops import _Chain
 from ascend_ln_fuse.kernels.chain_ways import ChainRunner, segments
 from ascend_ln_fuse.kernels.compiling import CompileTimeout
 from ascend_ln_fuse.kernels.layout import Unsupported
-from ascend_ln_fuse.kernels.region import parse
-
-K, N = 32, 64
-
-
-def norm(dtype="f32", lane=K):
-    return parse(f"space [*, *, {lane}]\nin x: {dtype}[*, *, {lane}]\nin w: {dtype}[{lane}]\n"
-                 f"in b: {dtype}[{lane}]\nscalar eps\nv0: {dtype} = layer_norm(x, w, b, eps)\n"
-                 f"out v0: {dtype} order(0, 1, 2)")
-
-
-def pointwise(op, dtype="f32", lane=N):
-    return parse(f"space [*, *, {lane}]\nin x: {dtype}[*, *, {lane}]\nv0: {dtype} = {op}(x)\n"
-                 f"out v0: {dtype} order(0, 1, 2)")
-
-
-def gate(dtype="f32", lane=N):
-    return parse(f"space [*, *, {lane}]\nin g: {dtype}[*, *, {lane}]\nin u: {dtype}[*, *, {lane}]\n"
-                 f"v0: {dtype} = silu(g)\nv1: {dtype} = mul(v0, u)\nout v1: {dtype} order(0, 1, 2)")
-
-
-def ffn(dtype="f32"):
-    return Chain(("x", "w", "b", "w1", "b1", "w2", "b2"), ("eps",), (
-        RegionStage(("h",), norm(dtype), ("x", "w", "b"), ("eps",)),
-        LinearStage("z", "h", "w1", "b1"),
-        RegionStage(("a",), pointwise("gelu", dtype), ("z",)),
-        LinearStage("y", "a", "w2", "b2")), ("y",))
-
-
-def ffn_inputs(dtype=torch.float32, requires_grad=False):
-    shapes = (2, 3, K), (K,), (K,), (N, K), (N,), (K, N), (K,)
-    return [torch.randn(s).mul(0.3).to(dtype).requires_grad_(requires_grad) for s in shapes]
-
-
-def plain(x, w, b, w1, b1, w2, b2):
-    return F.linear(F.gelu(F.linear(F.layer_norm(x, (K,), w, b, 1e-5), w1, b1)), w2, b2)
-
-
-def packed(transposed=False):
-    return Chain(("x", "w", "b", "w1", "b1", "w2"), ("eps",), (
-        RegionStage(("h",), norm("bf16"), ("x", "w", "b"), ("eps",)),
-        LinearStage("z", "h", "w1", "b1", transposed),
-        RegionStage(("a",), gate("bf16"), (Part("z", 0, N), Part("z", N, N))),
-        LinearStage("y", "a", "w2", None, transposed)), ("h", "y"))
-
-
-def plain_packed():
-    """`packed` whose norm nobody else reads, so that it goes into the kernel."""
-    chain = packed()
-    return Chain(chain.inputs, chain.scalars, chain.stages, ("y",))
-
-
-def packed_inputs(transposed=False):
-    shapes = [(2, 3, K), (K,), (K,), (2 * N, K), (2 * N,), (K, N)]
-    inputs = [torch.randn(s).mul(0.3).bfloat16() for s in shapes]
-    return [x.t().contiguous() if transposed and i in (3, 5) else x for i, x in enumerate(inputs)]
 
 
 def test_text_and_checks():
@@ -110,11 +55,11 @@ def test_the_activation_is_written_over_its_product(monkeypatch):
     runner = ChainRunner(ffn())
     written = []
     for names, run in runner._runners.items():
-        monkeypatch.setattr(run, "into", lambda args, scalars, outputs, names=names: written.append(
-            (names, args[0].data_ptr() == outputs[0].data_ptr())) or outputs[0].copy_(F.gelu(args[0])))
+        monkeypatch.setattr(run, "over", lambda args, scalars, number, names=names: written.append(
+            (names, number)) or args[number].copy_(F.gelu(args[0])))
     inputs = ffn_inputs()
     assert torch.equal(runner(inputs, (1e-5,))[0], plain(*inputs))
-    assert written == [(("a",), True)]
+    assert written == [(("a",), 0)]
     assert torch.equal(runner.values(inputs, (1e-5,), keep=("z",))["z"],
                        F.linear(F.layer_norm(inputs[0], (K,), inputs[1], inputs[2], 1e-5), *inputs[3:5]))
     assert len(written) == 1  # not over what is kept
