@@ -20,6 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from . import cost
+from .ahead import begin_kernels
 from .cat_site import CatSite
 from .chain_site import ChainSite
 from .graph import Lens, hint, module_path, source_line
@@ -173,7 +174,7 @@ def _fused_module(gm: GraphModule, chosen: Options) -> tuple[FusionReport, Graph
     try:
         if chosen.masks == "simplify":
             plain, note = without_needless_masks(original)
-        fused, sites = fuse_graph(plain, chosen)
+        fused, sites = fuse_graph(plain, chosen, begin=True)
         if fused is not None or plain is not original:
             gm.graph = fused or plain
             _LazyGraphModule.force_recompile(gm)  # here, where a failure falls back
@@ -192,14 +193,16 @@ def _fused_module(gm: GraphModule, chosen: Options) -> tuple[FusionReport, Graph
 
 
 def fuse_graph(graph: Graph, options: Options | None = None,
-               wanted: Callable[[Site], bool] | None = None) -> tuple[Graph | None, list[SiteReport]]:
+               wanted: Callable[[Site], bool] | None = None, *,
+               begin: bool = False) -> tuple[Graph | None, list[SiteReport]]:
     """The fused form of a Dynamo or ATen graph whose nodes carry fakes, and a report per norm site.
 
     `graph` itself is left as it is; the first result is None where nothing was fused. Sites that would be
-    fused and are not `wanted` stay as they are, and have no report.
+    fused and are not `wanted` stay as they are, and have no report. `begin`: begin to compile the kernels, in
+    the background, since the graph will run.
     """
     with _collector_paused():
-        return _fuse_graph(graph, options or Options(), wanted)
+        return _fuse_graph(graph, options or Options(), wanted, begin)
 
 
 @contextmanager
@@ -215,8 +218,8 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _fuse_graph(graph: Graph, options: Options,
-                wanted: Callable[[Site], bool] | None) -> tuple[Graph | None, list[SiteReport]]:
+def _fuse_graph(graph: Graph, options: Options, wanted: Callable[[Site], bool] | None,
+                begin: bool) -> tuple[Graph | None, list[SiteReport]]:
     lens = Lens(read_by_result(graph))
     norms, refused = find_norms(lens)
     claimed = {node for found in norms for node in found.norm.interior}
@@ -235,6 +238,12 @@ def _fuse_graph(graph: Graph, options: Options,
     declined += [_declined(lens, node, why) for node, why in refused]
     fused = rewrite(lens, taken, traceable=options.inner != "eager",
                     self_check=options.self_check) if taken.sites else None
+    if begin:
+        try:
+            begin_kernels(lens, taken, options.self_check)
+        except Exception:  # what it would have gained is time alone
+            if strict():
+                raise
     reports = [report for unit in taken.sites for report in _reports(lens, unit, options.self_check)]
     reports += declined
     reports.sort(key=lambda pair: lens.position[pair[0]])

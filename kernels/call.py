@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from .codegen import generate
-from .launch import Offline, launch_facts, runs_reference
+from .launch import launch_facts, runs_reference
 from .layout import Layout, Unsupported, layout
+from .offline import Offline
 from .region import NormRegion
 from .source import KernelSource
 from .targets import Target, target_for

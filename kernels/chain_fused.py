@@ -69,6 +69,14 @@ class FusedSegment:
         results = self.run.attempt(self._row(values), self._scalars(numbers), config)
         return dict(zip(self.names, results, strict=True))
 
+    def begin(self, values: Mapping, numbers: Mapping[str, float], config: GemmTile) -> None:
+        """Begin to compile, in the background, what `attempt` on such values (likenesses do) runs.
+
+        Raises:
+            Unsupported: no kernel serves them.
+        """
+        self.run.begin(self._row(values), self._scalars(numbers), config)
+
     def plan(self, values: Mapping[str, torch.Tensor], config: GemmTile) -> Plan | None:
         """What a call with `config` runs on values laid out as these; None where that is not a kernel, or one
         that is still on trial."""

@@ -17,20 +17,25 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from .chain import Chain, LinearStage, RegionStage, walk, words_of
-from .chain_choice import LIBRARY, Choice, Question, choose
+from .chain_choice import LIBRARY, Choice, Question, choose, worth_compiling
 from .chain_fused import FusedSegment, fused_segment
 from .chain_program import Step, program, written_over
 from .fused_linear import FusedLinear
 from .fused_linear_check import SegmentRecord
 from .launch import MAX_PLANS
+from .layout import Unsupported
+from .likeness import Likeness
 from .ops import runner
 from .recent import Recent, layouts
+from .reference import TORCH_DTYPES
+from .region import broadcast_sizes
 from .settings import DEFAULT_SELF_CHECK
 
 #: Rows above which no other way than the library is tried: the product itself is the time then.
@@ -197,6 +202,44 @@ class ChainRunner:
             return Step(self._stages[number])
         return Step([(segment.norm, ())] if _norm_alone(segment, fused) else [], fused, self._gone[number])
 
+    def expect(self, inputs: Sequence[Likeness], keep: Sequence[str] = ()) -> None:
+        """Begin to compile, in the background, what a call of `values` on such tensors will need: the kernels
+        of all regions and, where a segment is to be measured, those that it is measured with."""
+        values: dict = dict(zip(self.chain.inputs, inputs))
+        numbers = dict.fromkeys(self.chain.scalars, 1.0)
+        names = [name for stage in self.chain.stages for name in stage.names]
+        for number, fused in enumerate(self._fused):
+            walk(self._stages[number], values, numbers, partial(self._expect_region, keep), _expected_product,
+                 keep=names)
+            if fused is not None and not keep:
+                self._expect_kernels(number, fused, values, numbers)
+
+    def _expect_region(self, keep: Sequence[str], stage: RegionStage, args: Sequence[Likeness],
+                       scalars: Sequence[float]) -> Sequence[Likeness]:
+        run, region = self._runners[stage.names], stage.region
+        target = self._over[stage.names]
+        if target is not None and target not in keep:
+            buffer = args[stage.args.index(target)]
+            if buffer.is_contiguous():  # as chain_program.written_over
+                run.expect(args, (buffer,))
+                return (buffer,)
+        run.expect(args)
+        sizes = broadcast_sizes(region, [x.shape for x in args])
+        return [Likeness.dense(sizes, TORCH_DTYPES[out.dtype], args[0].device, out.order)
+                for out in region.outputs]
+
+    def _expect_kernels(self, number: int, fused: FusedSegment, values: dict, numbers: dict) -> None:
+        """What segment `number` is measured with, or what that has chosen before."""
+        place = self._place(number, fused, values)
+        if place is None or place.key in self.choices:
+            return
+        sizes, unsupported, configs = fused.about(values, place.rows, place.device)
+        if unsupported is not None:
+            return
+        for config in worth_compiling(self._text(fused, sizes), place.device, place.bucket, configs()):
+            with suppress(Unsupported, ImportError):
+                fused.begin(values, numbers, config)
+
     def _library(self, number: int, values: dict, numbers: dict, keep: Sequence[str] = ()) -> None:
         walk(self._stages[number], values, numbers, partial(self._region, keep), keep=keep)
 
@@ -249,6 +292,19 @@ class ChainRunner:
     def _choice(self, number: int, fused: FusedSegment, values: dict, numbers: dict) -> Choice | None:
         """Which way segment `number` takes on these values; None for the library, where nothing else is
         worth asking for."""
+        place = self._place(number, fused, values)
+        if place is None:
+            return None
+        choice = self.choices.get(place.key)
+        if choice is None:
+            choice = self._ask(number, fused, values, numbers, place)
+            if choice.final:
+                with self._lock:
+                    self.choices[place.key] = choice
+        return choice
+
+    def _place(self, number: int, fused: FusedSegment, values: dict) -> _Place | None:
+        """Where the choice for segment `number` on these values is kept; None where there is none to make."""
         segment = self.segments[number]
         first = values[self._whole[number]]
         rows = first.numel() // first.shape[-1] if first.shape[-1] else 0
@@ -257,15 +313,14 @@ class ChainRunner:
         bucket = 1 << (rows - 1).bit_length()
         read = segment.norm.reads if segment.norm is not None else (fused.value,)
         key = (number, first.get_device(), bucket, *[values[name].stride() for name in read])
-        choice = self.choices.get(key)
-        if choice is None:
-            choice = self._ask(number, fused, values, numbers, first.device, rows, bucket)
-            if choice.final:
-                with self._lock:
-                    self.choices[key] = choice
-        return choice
+        return _Place(key, first.device, rows, bucket)
 
-    def _ask(self, number, fused, values, numbers, device, rows, bucket) -> Choice:
+    @staticmethod
+    def _text(fused: FusedSegment, sizes: str) -> str:
+        # The text of a segment without a norm names no sizes: those of its weights belong to the question.
+        return f"{fused.run.segment.text}\n{sizes}"
+
+    def _ask(self, number: int, fused: FusedSegment, values: dict, numbers: dict, place: _Place) -> Choice:
         ready = dict(values)
         values = dict(values)  # as they are now, however often the ways are tried
         self._norm_ahead(number, ready, numbers)
@@ -282,10 +337,24 @@ class ChainRunner:
             self._one_kernel(number, fused.attempt, config, found, numbers)
             return [found[name] for name in names]
 
-        # The text of a segment without a norm names no sizes: those of its weights belong to the question.
-        sizes, unsupported, configs = fused.about(ready, rows, device)
-        return self._decide(Question(f"{fused.run.segment.text}\n{sizes}", device, bucket, by_library,
-                                     by_kernel, unsupported, configs))
+        sizes, unsupported, configs = fused.about(ready, place.rows, place.device)
+        return self._decide(Question(self._text(fused, sizes), place.device, place.bucket, by_library,
+                                     by_kernel, unsupported, configs, partial(fused.begin, ready, numbers)))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A number of rows. key: of the choice in a runner; bucket: the rows, rounded up to a power of two."""
+
+    key: tuple
+    device: torch.device
+    rows: int
+    bucket: int
+
+
+def _expected_product(stage: LinearStage, value: Likeness, weight: Likeness, bias) -> Likeness:
+    columns = weight.shape[1 if stage.transposed else 0]
+    return Likeness.dense((*value.shape[:-1], columns), value.dtype, value.device)
 
 
 def _whole(segment: Segment) -> str | None:

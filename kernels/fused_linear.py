@@ -21,6 +21,7 @@ from .fused_linear_structure import Bound, Projection, Segment, bind, grouped, r
 from .fused_linear_tiles import GemmTile, tiles
 from .launch import MAX_PLANS, runs_reference
 from .layout import Unsupported
+from .likeness import Likeness
 from .recent import Recent, layouts
 from .settings import DEFAULT_SELF_CHECK
 from .targets import Target, target_for
@@ -100,15 +101,31 @@ class FusedLinear:
             Unsupported: no kernel serves the tensors, or the device has too little on-chip memory.
             CompileTimeout, or whatever compiling and launching raise.
         """
+        kernel = self._kernel(tensors, config)
+        if kernel is None:
+            raise Unsupported(self.record.fallback() or "nothing to compute")
+        kernel.prepare((), scalars)
+        return kernel(tensors, (), scalars)
+
+    def begin(self, tensors: Sequence[torch.Tensor | Likeness], scalars: Sequence[float],
+              config: GemmTile) -> None:
+        """Begin to compile, in the background, what `attempt` on such tensors runs.
+
+        Raises:
+            Unsupported: no kernel serves them.
+        """
+        kernel = self._kernel(tensors, config)
+        if kernel is not None:
+            kernel.begin(scalars)
+
+    def _kernel(self, tensors: Sequence[torch.Tensor | Likeness], config: GemmTile) -> Plan | None:
+        """The plan of such calls, on trial or not; None where it launches no kernel."""
         key = config, layouts(tensors)
         plan = self._plans.get(key)
         if plan is None:
             plan = self._make(key, *grouped(self.segment, tensors))
         kernel = plan.kernel if isinstance(plan, SegmentGuard) else plan
-        if not isinstance(kernel, Plan):
-            raise Unsupported(self.record.fallback() or "nothing to compute")
-        kernel.prepare((), scalars)
-        return kernel(tensors, (), scalars)
+        return kernel if isinstance(kernel, Plan) else None
 
     for _method in (__call__, in_row, attempt):
         _method._torchdynamo_disable = True  # type: ignore[attr-defined]

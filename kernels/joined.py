@@ -6,13 +6,14 @@ gradient of its own: where one is wanted, the regions and `torch.cat` run one af
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.autograd import forward_ad
 
 from .launch import runs_reference
+from .likeness import Likeness
 from .ops import python_call, runner
 from .region import NormRegion
 from .settings import DEFAULT_SELF_CHECK
@@ -88,17 +89,33 @@ def _one_by_one(joined: Joined, calls, tensors, scalars) -> tuple[torch.Tensor, 
 
 def _in_place(joined: Joined, runs, tensors, scalars) -> tuple[torch.Tensor, ...]:
     wholes = tuple([torch.empty(cat.sizes, dtype=cat.dtype, device=tensors[0].device) for cat in joined.cats])
-    places: list[dict[int, torch.Tensor]] = [{} for _ in runs]
+    written, copied = _places(joined, wholes)
+    for place, number in copied:
+        place.copy_(tensors[number])
+    for launch, run, places in zip(joined.launches, runs, written):
+        run.into([tensors[i] for i in launch.inputs], [scalars[i] for i in launch.scalars], places)
+    return wholes
+
+
+def _places(joined: Joined, wholes: Sequence) -> tuple[list[list], list[tuple]]:
+    """(for each launch, where in `wholes` its outputs lie; (place, tensor) of the parts that are copied)."""
+    found: list[dict[int, object]] = [{} for _ in joined.launches]
+    copied = []
     for cat, whole in zip(joined.cats, wholes):
         start = 0
         for (launch, number), length in zip(cat.parts, cat.lengths):
             place = whole.narrow(cat.dim, start, length)
             start += length
             if launch is None:
-                place.copy_(tensors[number])
+                copied.append((place, number))
             else:
-                places[launch][number] = place
-    for launch, run, written in zip(joined.launches, runs, places):
-        run.into([tensors[i] for i in launch.inputs], [scalars[i] for i in launch.scalars],
-                 [written[i] for i in range(len(written))])
-    return wholes
+                found[launch][number] = place
+    return [[places[i] for i in range(len(places))] for places in found], copied
+
+
+def expect_joined(joined: Joined, tensors: Sequence[Likeness], self_check: str = DEFAULT_SELF_CHECK) -> None:
+    """Begin to compile, in the background, what a call of `joined_call` on such tensors runs without
+    gradients."""
+    wholes = [Likeness.dense(cat.sizes, cat.dtype, tensors[0].device) for cat in joined.cats]
+    for launch, places in zip(joined.launches, _places(joined, wholes)[0]):
+        runner(launch.region.text, self_check).expect([tensors[i] for i in launch.inputs], places)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -92,7 +93,10 @@ def replayed(call: Callable[[], object], device: torch.device) -> Callable[[], o
         whatever `call` raises, and RuntimeError where it cannot be recorded.
     """
     with torch.cuda.device(device):
-        return _recorded(call, torch.cuda.Stream(), 1).replay
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            return _recorded(call, stream, 1).replay
 
 
 def _row(call: Callable[[], object], count: int, module) -> float:
@@ -145,19 +149,30 @@ def host_microseconds(call: Callable[[], object], device: torch.device) -> float
 
 
 def _replays(call: Callable[[], object], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-    """A graph of CALLS calls, replayed once."""
+    """A graph of CALLS calls, recorded on `stream`, the current one, and replayed once."""
     graph = _recorded(call, stream, CALLS)
     graph.replay()
     return graph
 
 
 def _recorded(call: Callable[[], object], stream: torch.cuda.Stream, count: int) -> torch.cuda.CUDAGraph:
-    """A graph of `count` calls."""
+    """A graph of `count` calls, recorded on `stream`, the current one."""
     graph = torch.cuda.CUDAGraph()
-    # "thread_local": what other threads of the user's do meanwhile is none of the capture's business.
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        for _ in range(count):
-            call()
+    collects = gc.isenabled()
+    stream.synchronize()
+    gc.disable()  # what it ends may wait for the device, which a capture forbids
+    try:
+        # Not by torch.cuda.graph, which gives all free memory back first: the model needs that again.
+        # "thread_local": what other threads of the user's do meanwhile is none of the capture's business.
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            for _ in range(count):
+                call()
+        finally:
+            graph.capture_end()
+    finally:
+        if collects:
+            gc.enable()
     return graph
 
 

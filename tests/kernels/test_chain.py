@@ -213,7 +213,7 @@ def test_a_choice_is_kept_and_read_again(clock):
     {"way": LIBRARY, "config": "None", "times": {}, "reason": 3},
 ])
 def test_a_strange_entry_is_measured_again(clock, entry):
-    chain_choice._store.put(chain_choice._key(question()), entry)
+    chain_choice._store.put(chain_choice._key("text", torch.device("cpu"), 4), entry)
     assert choose(question(kernel=by_kernel)).config == "fast"
 
 
@@ -221,7 +221,7 @@ def test_where_nothing_can_be_measured_the_library_runs_and_is_asked_again(clock
     monkeypatch.setattr(chain_choice, "may_measure", lambda device: False)
     choice = choose(question(kernel=by_kernel))
     assert choice.way == LIBRARY and not choice.final
-    assert chain_choice._store.get(chain_choice._key(question())) is None
+    assert chain_choice._store.get(chain_choice._key("text", torch.device("cpu"), 4)) is None
     assert choose(question(unsupported="no kernel")).reason == "no kernel"
 
 
@@ -263,7 +263,7 @@ def test_a_kernel_that_fails_is_dropped_and_the_report_says_why(clock, error):
     assert "fast: " in choice.reason and word in choice.reason and word in str(choice)
     assert "\n" not in choice.reason
     # Another process asks again, but where the device has not enough memory on chip for good.
-    known = chain_choice._store.get(chain_choice._key(question()))
+    known = chain_choice._store.get(chain_choice._key("text", torch.device("cpu"), 4))
     assert (known is not None) is isinstance(error, Unsupported)
 
 
@@ -283,6 +283,32 @@ def test_one_compiler_that_hangs_is_waited_for(clock):
 
     assert "no other kernel was tried" in choose(question(kernel=kernel)).reason
     assert tried == ["slow"]
+
+
+def test_kernels_begin_to_compile_together(clock):
+    """Before the first is waited for; one that cannot be begun fails where it is tried."""
+    told = []
+
+    def begin(config):
+        told.append(config)
+        raise CompilationError("no")
+
+    choice = choose(replace(question(kernel=lambda config: told.append("called") or by_kernel(config)),
+                            begin=begin))
+    assert told[:4] == ["slow", "fast", "wrong", "called"] and choice.config == "fast"
+
+
+@pytest.mark.parametrize("word, lasting", [("compiling", False), ("measuring", True)])
+def test_one_segment_does_not_take_all_the_time(word, lasting, clock, monkeypatch):
+    """What is left is not tried, and the report says so. Where a compiler was slow, another process measures
+    again, and finds the kernels compiled."""
+    monkeypatch.setattr(chain_choice, f"{'COMPILE' if word == 'compiling' else 'MEASURE'}_SECONDS", 1e-9)
+    choice = choose(question(kernel=by_kernel))
+    assert list(choice.times) == [LIBRARY, "slow"]
+    assert f"2 more not tried: {word} the others took too long" in str(choice)
+    assert choice.lasting == lasting
+    kept = chain_choice._store.get(chain_choice._key("text", torch.device("cpu"), 4))
+    assert (kept is not None) == lasting
 
 
 def test_a_kernel_that_fails_when_the_host_is_timed(clock, monkeypatch):
@@ -333,7 +359,7 @@ def test_out_of_memory_while_measuring(clock, monkeypatch, where):
     choice = choose(replace(question(kernel=by_kernel), by_library=by_library))
     assert choice.way == LIBRARY and "out of memory" in choice.reason and choice.final
     assert released == [[None] * len(held)] and held
-    assert chain_choice._store.get(chain_choice._key(question())) is None
+    assert chain_choice._store.get(chain_choice._key("text", torch.device("cpu"), 4)) is None
 
 
 @pytest.mark.parametrize("ours, same", [
