@@ -11,7 +11,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -28,6 +28,7 @@ from .options import Options, parse_options, strict
 from .patterns import candidate, find_norms
 from .patterns.chain import extend_chains
 from .patterns.packed import join_packed
+from .patterns.rotary_site import take_rotary
 from .report import FusionReport, SiteReport, emit, record
 from .rewrite import rewrite
 from .select import select
@@ -80,12 +81,12 @@ def fuse_module(gm: GraphModule, chosen: Options) -> FusionReport:
     """
     started = time.perf_counter()
     error = None
-    sites: list[SiteReport] = []
+    fused = Fused(None)
     original = gm.graph
     try:
-        graph, sites = fuse_graph(original, chosen)
-        if graph is not None:
-            gm.graph = graph
+        fused = fuse(original, chosen)
+        if fused.graph is not None:
+            gm.graph = fused.graph
             _LazyGraphModule.force_recompile(gm)  # here, where a failure falls back
     except Exception as failure:
         if strict():
@@ -95,20 +96,38 @@ def fuse_module(gm: GraphModule, chosen: Options) -> FusionReport:
         error = f"{type(failure).__name__}: {failure}"
     with _lock:
         number = next(_graph_numbers)
-    report = FusionReport(name=model_name(gm), graph_index=number, sites=tuple(sites),
+    report = FusionReport(name=model_name(gm), graph_index=number, sites=fused.sites, rotary=fused.rotary,
                           error=error, seconds=time.perf_counter() - started)
     record(report)
     emit(report, chosen.report)
     return report
 
 
-def fuse_graph(graph: Graph, options: Options | None = None) -> tuple[Graph | None, list[SiteReport]]:
-    """The fused form of a Dynamo or ATen graph whose nodes carry fakes, and a report per norm site.
+@dataclass(frozen=True)
+class Fused:
+    """What the pass makes of a graph.
 
-    `graph` itself is left as it is; the first result is None where nothing was fused.
+    Attributes:
+        graph: the fused form; None where nothing was fused.
+        sites: a report for each norm site, in the order of the graph.
+        rotary: one for each rotary embedding that was fused by itself.
     """
+
+    graph: Graph | None
+    sites: tuple[SiteReport, ...] = ()
+    rotary: tuple[SiteReport, ...] = ()
+
+
+def fuse_graph(graph: Graph, options: Options | None = None) -> tuple[Graph | None, list[SiteReport]]:
+    """`fuse`, of which the graph and the reports of norm sites."""
+    fused = fuse(graph, options or Options())
+    return fused.graph, list(fused.sites)
+
+
+def fuse(graph: Graph, options: Options) -> Fused:
+    """The fused form of a Dynamo or ATen graph whose nodes carry fakes; `graph` itself is left as it is."""
     with _collector_paused():
-        return _fuse_graph(graph, options or Options())
+        return _fuse(graph, options)
 
 
 @contextmanager
@@ -124,7 +143,7 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _fuse_graph(graph: Graph, options: Options) -> tuple[Graph | None, list[SiteReport]]:
+def _fuse(graph: Graph, options: Options) -> Fused:
     lens = Lens(graph)
     norms, refused = find_norms(lens)
     claimed = {node for found in norms for node in found.norm.interior}
@@ -134,19 +153,25 @@ def _fuse_graph(graph: Graph, options: Options) -> tuple[Graph | None, list[Site
     join_packed(lens, taken)
     if options.inner in RUN_AS_WRITTEN:
         extend_chains(lens, taken, differentiable=options.inner == "eager")
+    norm_sites = taken.sites
+    rotary = take_rotary(lens, taken, claimed, no_grad) if options.inner in RUN_AS_WRITTEN else ()
     by_out = {found.norm.out: found.norm for found in norms}
     declined = [_declined(lens, c.anchor, c.reason, by_out[c.anchor]) for c in lost]
     declined += [_declined(lens, node, why) for node, why in refused]
     fused = rewrite(lens, taken, traceable=options.inner != "eager",
                     self_check=options.self_check) if taken.sites else None
-    reports = [report for site in taken.sites for report in _reports(lens, site, options.self_check)]
-    reports += declined
-    reports.sort(key=lambda pair: lens.position[pair[0]])
-    return fused, [report for _, report in reports] + _nested(graph)
+    reports = [report for site in norm_sites for report in _reports(lens, site, options.self_check)]
+    besides = [report for site in rotary for report in _reports(lens, site, options.self_check)]
+    return Fused(fused, (*_in_order(lens, reports + declined), *_nested(graph)), _in_order(lens, besides))
+
+
+def _in_order(lens: Lens, reports) -> tuple[SiteReport, ...]:
+    """The reports of (anchor, report), in the order of the graph."""
+    return tuple(report for _, report in sorted(reports, key=lambda pair: lens.position[pair[0]]))
 
 
 def _reports(lens: Lens, taken: Site | ChainSite, self_check: str):
-    """(anchor, report) of each norm of a taken site."""
+    """(anchor, report) of each norm of a taken site, or of each rotary embedding."""
     site, chain = (taken.site, taken.chain) if isinstance(taken, ChainSite) else (taken, None)
     call = _call(site)
     outcome = runner(site.region.text, self_check).record  # tells reports later of checks and fallbacks
@@ -181,6 +206,8 @@ def _fused(lens: Lens, site: Site, part: Site, call, behind, ways, outcome) -> S
     # The last word of a path: a name that is the same in every layer keeps layers in one row.
     others = [module_path(other.anchor).rpartition(".")[2] or source_line(other.anchor)
               for other in site.parts if other is not part]
+    if others and not part.norms[0].op:
+        others = ["another one"]  # q's rotary and k's are of one module, and as a rule of one line
     return SiteReport(
         status="fused", pattern=part.pattern, where=lens.where(part.anchor), node=part.anchor.name,
         region=site.region.text, device=str(lens.tensor(part.anchor).device),
