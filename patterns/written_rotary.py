@@ -84,17 +84,13 @@ def _part_written(lens: Lens, node: Node, buffer: Node) -> int | None:
     if base_name(node) != "setitem" or len(node.args) != 3 or node.args[0] is not buffer or node.users:
         return None
     index, rank = node.args[1], lens.tensor(buffer).dim()
-    if not isinstance(index, tuple) or len(index) > rank or (index[:-1].count(Ellipsis) != 1
-                                                              and len(index) != rank):
+    if not isinstance(index, tuple) or not (Ellipsis in index[:-1] or len(index) == rank):
         return None
     *rest, last = index
-    if not all(at is Ellipsis or at == slice(None) for at in rest) or not isinstance(last, slice):
+    if not all(at is Ellipsis or at == slice(None) for at in rest):
         return None
-    parts = {(None, None, 2): 0, (0, None, 2): 0, (1, None, 2): 1}
-    try:
-        return parts.get((last.start, last.stop, last.step))
-    except TypeError:  # a symbolic bound cannot be hashed
-        return None
+    spelled = {0: (slice(None, None, 2), slice(0, None, 2)), 1: (slice(1, None, 2),)}
+    return next((part for part, slices in spelled.items() if last in slices), None)
 
 
 def _embedding(lens: Lens, buffer: Node, source: Node, products: tuple[Node, ...],

@@ -249,10 +249,13 @@ def _warm_up(device: torch.device, inductor: bool) -> None:
 
 
 def _sites(reports: Sequence) -> dict[str, Any]:
-    """Norm sites over all graphs of a column; to be asked after the calls, which may fall back."""
+    """Norm sites over all graphs of a column, and the rotary embeddings fused besides; to be asked after the
+    calls, which may fall back."""
     sites = [site for report in reports for site in report.sites]
+    entries = [site for report in reports for site in report.entries]
     return {"found": len(sites), "fused": sum(report.fused for report in reports), "graphs": len(reports),
             "declined": dict(Counter(site.reason for site in sites if site.status == "declined")),
-            "fallbacks": dict(Counter(text for site in sites if (text := site.fallback_words()))),
+            "rotary": len(entries) - len(sites),
+            "fallbacks": dict(Counter(text for site in entries if (text := site.fallback_words()))),
             "ways": dict(Counter(way for site in sites for way in site.chain_ways())),
             "errors": [report.error for report in reports if report.error]}
