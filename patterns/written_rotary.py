@@ -102,24 +102,24 @@ def _embedding(lens: Lens, buffer: Node, source: Node, products: tuple[Node, ...
     if None in factors or not same_shape(full.shape, out.shape):
         return None
     (first, cos), (second, sin) = factors[:2]
-    if (first, second) != (0, 1) or dict(factors[2:]) != {0: sin, 1: cos}:
-        return None
-    tables = [_spread(lens, table, full.shape[-1]) for table in (cos, sin)]
     dtypes = {lens.tensor(node).dtype for node in (*products, *sums)}
-    if None in tables or len(dtypes) != 1:
+    if (first, second) != (0, 1) or dict(factors[2:]) != {0: sin, 1: cos} or len(dtypes) != 1:
         return None
     dtype, = dtypes
-    values = source, Term("rotate_pairs", (source,))
-    term = Term("add", tuple(Term("mul", pair, dtype) for pair in zip(values, tables)), dtype)
+    term = Term("add", (Term("mul", (source, cos), dtype),
+                        Term("mul", (Term("rotate_pairs", (source,)), sin), dtype)), dtype)
     return term if out.dtype == dtype else Term("cast", (term,), out.dtype)
 
 
-def _factors(lens: Lens, product: Node, source: Node) -> tuple[int, Node] | None:
-    """(0 for the even elements of `source`, 1 for the odd ones; what they are multiplied by)."""
+def _factors(lens: Lens, product: Node, source: Node) -> tuple[int, Term] | None:
+    """(0 for the even elements of `source`, 1 for the odd ones; what they are multiplied by, with each of its
+    elements twice)."""
+    full = lens.tensor(source)
     for part, table in (product.args, product.args[::-1]):
         if isinstance(part, Node) and isinstance(table, Node) and views_up(lens, part, {source}) is not None:
-            return next(((half, table) for half in (0, 1)
-                         if lies(lens, part, lens.tensor(source), half, 2)), None)
+            spread = _spread(lens, table, full.shape[-1])
+            return next(((half, spread) for half in (0, 1)
+                         if spread is not None and lies(lens, part, full, half, 2)), None)
     return None
 
 

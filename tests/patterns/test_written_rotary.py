@@ -17,11 +17,9 @@ def wan_later(x, cos, sin):
 
 def wan_otherwise(x, cos, sin):
     """Slices for the pairs, the other elements of the tables, other indices, a buffer of zeros."""
-    first, second = x[..., ::2], x[..., 1::2]
-    cos, sin = cos[..., 1::2], sin[..., ::2]
     out = torch.zeros_like(x)
-    out[:, :, :, ::2] = first * cos - second * sin
-    out[:, ..., 1::2] = first * sin + second * cos
+    out[:, :, :, ::2] = x[..., ::2] * cos[..., 1::2] - x[..., 1::2] * sin[..., ::2]
+    out[:, ..., 1::2] = x[..., ::2] * sin[..., ::2] + x[..., 1::2] * cos[..., 1::2]
     return out
 
 
@@ -97,9 +95,10 @@ def parts(x, cos, sin):
 
 
 def third_write(x, cos, sin):
+    given = parts(x, cos, sin)
     out = torch.empty_like(x)
-    out[..., 0::2] = even(*parts(x, cos, sin))
-    out[..., 1::2] = odd(*parts(x, cos, sin))
+    out[..., 0::2] = even(*given)
+    out[..., 1::2] = odd(*given)
     out[..., 0] = 0
     return out
 
@@ -109,26 +108,29 @@ def write_in_place_later(x, cos, sin):
 
 
 def masked_between(x, cos, sin):
+    given = parts(x, cos, sin)
     out = torch.empty_like(x)
-    out[..., 0::2] = even(*parts(x, cos, sin))
+    out[..., 0::2] = even(*given)
     out[x > 0] = 1
-    out[..., 1::2] = odd(*parts(x, cos, sin))
+    out[..., 1::2] = odd(*given)
     return out
 
 
 def read_between(x, cos, sin):
+    given = parts(x, cos, sin)
     out = torch.zeros_like(x)
-    out[..., 0::2] = even(*parts(x, cos, sin))
+    out[..., 0::2] = even(*given)
     before = out.sum(-1)
-    out[..., 1::2] = odd(*parts(x, cos, sin))
+    out[..., 1::2] = odd(*given)
     return out, before
 
 
 def viewed_before(x, cos, sin):
+    given = parts(x, cos, sin)
     out = torch.empty_like(x)
     view = out.transpose(1, 2)
-    out[..., 0::2] = even(*parts(x, cos, sin))
-    out[..., 1::2] = odd(*parts(x, cos, sin))
+    out[..., 0::2] = even(*given)
+    out[..., 1::2] = odd(*given)
     return view
 
 
@@ -139,44 +141,50 @@ def one_write(x, cos, sin):
 
 
 def written_twice(x, cos, sin):
+    given = parts(x, cos, sin)
     out = torch.zeros_like(x)
-    out[..., 0::2] = even(*parts(x, cos, sin))
-    out[..., 0::2] = odd(*parts(x, cos, sin))
+    out[..., 0::2] = even(*given)
+    out[..., 0::2] = odd(*given)
     return out
 
 
 def other_places(x, cos, sin):
     """The even ones to the first half."""
+    given = parts(x, cos, sin)
     out = torch.empty_like(x)
-    out[..., :D // 2] = even(*parts(x, cos, sin))
-    out[..., D // 2:] = odd(*parts(x, cos, sin))
+    out[..., :D // 2] = even(*given)
+    out[..., D // 2:] = odd(*given)
     return out
 
 
 def changed_places(x, cos, sin):
+    given = parts(x, cos, sin)
     out = torch.empty_like(x)
-    out[..., 1::2] = even(*parts(x, cos, sin))
-    out[..., 0::2] = odd(*parts(x, cos, sin))
+    out[..., 1::2] = even(*given)
+    out[..., 0::2] = odd(*given)
     return out
 
 
 def some_rows(x, cos, sin):
     out = torch.zeros_like(x)
-    out[:, 1:, :, 0::2] = even(*parts(x[:, 1:], cos[:, 1:], sin[:, 1:]))
-    out[:, 1:, :, 1::2] = odd(*parts(x[:, 1:], cos[:, 1:], sin[:, 1:]))
+    given = parts(x[:, 1:], cos[:, 1:], sin[:, 1:])
+    out[:, 1:, :, 0::2] = even(*given)
+    out[:, 1:, :, 1::2] = odd(*given)
     return out
 
 
 def other_buffer(x, cos, sin):
     """A buffer that is no fresh one."""
-    x[..., 0::2], x[..., 1::2] = even(*parts(x, cos, sin)), odd(*parts(x, cos, sin))
+    given = parts(x, cos, sin)
+    x[..., 0::2], x[..., 1::2] = even(*given), odd(*given)
     return x
 
 
 def larger_buffer(x, cos, sin):
+    given = parts(x[:1], cos, sin)
     out = torch.empty_like(x.repeat(2, 1, 1, 1))
-    out[..., 0::2] = even(*parts(x[:1], cos, sin))
-    out[..., 1::2] = odd(*parts(x[:1], cos, sin))
+    out[..., 0::2] = even(*given)
+    out[..., 1::2] = odd(*given)
     return out
 
 
