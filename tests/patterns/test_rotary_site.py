@@ -392,3 +392,12 @@ def test_the_report():
     assert "rotary replaces mul x2, neg, cat, add" in str(report) and "x2" in str(report)
     info = kernel_info(model, given)
     assert len(info.kernels) == 1 and info.kernels[0].region == report.rotary[0].region
+
+
+def test_an_npu_gets_none():
+    from ascend_ln_fuse.loading import Example
+    from ascend_ln_fuse.trace import trace
+
+    for model, given in ((Rotary(), inputs()), (Written(lambda *g: wan(*g, None)), written())):
+        report, = trace(Example(model, given, {}))
+        assert report.error is None and report.entries == ()
