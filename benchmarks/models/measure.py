@@ -87,7 +87,8 @@ def measure(spec: Spec, layers: int, tiny: bool, device: torch.device, columns: 
         with limits.turns.together():
             cell.reference()
         if limits.timed:
-            with limits.turns.together(), contextlib.suppress(Exception):  # what fails here fails in its column too, and is told there
+            # What fails here fails in its column too, and is told there.
+            with limits.turns.together(), contextlib.suppress(Exception):
                 _warm_up(device, inductor={EAGER, OURS} < set(wanted))
             if OURS in wanted:
                 with limits.turns.alone():  # kernels are chosen here, by their times
