@@ -30,8 +30,8 @@ _FACTORIES = frozenset("arange ones zeros full eye".split())
 _FILLS = {"new_ones": 1, "ones_like": 1, "new_zeros": 0, "zeros_like": 0}
 #: Functions of their arguments alone, which write nothing and draw nothing.
 _PURE = frozenset(
-    "add sub mul eq ne lt le gt ge and_ or_ xor invert not_ __and__ __or__ __xor__ __invert__ logical_and "
-    "logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not bool int long float "
+    "add sub mul eq ne lt le gt ge and_ or_ xor invert not_ and or logical_and logical_or "
+    "logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not bool int long float "
     "to diff cumsum tril triu where masked_fill repeat repeat_interleave contiguous clone view reshape "
     "flatten abs".split()) | STRIDE_FREE_VIEWS
 
@@ -110,7 +110,9 @@ def _arguments(node: Node) -> dict:
 
 
 def _is_pure(node: Node) -> bool:
-    name = base_name(node)
+    name = base_name(node) or ""
+    if name.startswith("__") and name.endswith("__"):
+        name = name[2:-2]  # Dynamo writes `a == b` as a method in some versions
     return name in _FACTORIES or name in _FILLS or name in _PURE or kind(node) in _PURE
 
 

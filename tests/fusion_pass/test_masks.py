@@ -213,6 +213,14 @@ def test_training():
     assert last_reports()[-1].notes
 
 
+@pytest.mark.parametrize("name", ["__eq__", "__le__", "__and__", "__iand__"])
+def test_methods_of_operators(name):
+    """How Dynamo of torch 2.11 writes `a == b`."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    assert masks._is_pure(graph.call_method(name, (x, x))) is (name != "__iand__")
+
+
 def test_a_mask_that_is_too_large_is_not_computed(monkeypatch):
     monkeypatch.setattr(masks, "MAX_ELEMENTS", TOKENS * TOKENS - 1)
     run(Attention(causal), torch.randn(2, TOKENS, 32))
