@@ -69,9 +69,11 @@ def _insert(graph: Graph, site: Site | ChainSite, env: dict, views: dict, tracea
         call = chain_call if isinstance(site, ChainSite) else python_call
         op = graph.call_function(call(fused, self_check), (*inputs, *scalars))
     _keep_meta(op, site.anchor)
-    single = len(site.outputs) == 1 and not traceable
-    for number, (node, finish) in enumerate(zip(site.outputs, site.finishes)):
-        result = op if single else graph.call_function(operator.getitem, (op, number))
+    single = len(set(site.places)) == 1 and not traceable
+    results = [op if single else graph.call_function(operator.getitem, (op, number))
+               for number in range(len(set(site.places)))]
+    for node, finish, place in zip(site.outputs, site.finishes, site.places):
+        result = results[place]
         for step in finish:
             result = step.insert(graph, result, env.__getitem__)
         result.meta = dict(node.meta)

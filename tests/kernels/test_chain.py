@@ -9,9 +9,10 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.nn import functional as F
 
 from ascend_ln_fuse.kernels import chain_choice
-from ascend_ln_fuse.kernels.chain import Chain, LinearStage, Part, RegionStage, evaluate
+from ascend_ln_fuse.kernels.chain import Chain, RegionStage, evaluate
 from ascend_ln_fuse.kernels.chain_choice import LIBRARY, ONE_KERNEL, Choice, Question, agree, choose
 from ascend_ln_fuse.kernels.chain_ops import _Chain
+from ascend_ln_fuse.kernels.chain_products import LinearStage, Part
 from ascend_ln_fuse.kernels.chain_ways import ChainRunner, segments
 from ascend_ln_fuse.kernels.compiling import CompileTimeout
 from ascend_ln_fuse.kernels.layout import Unsupported

@@ -7,8 +7,9 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ascend_ln_fuse.kernels.chain import Chain, LinearStage, Part, RegionStage, evaluate
+from ascend_ln_fuse.kernels.chain import Chain, RegionStage, evaluate
 from ascend_ln_fuse.kernels.chain_backward import _DERIVATIVES, _activation, chain_gradients
+from ascend_ln_fuse.kernels.chain_products import LinearStage, Part
 from ascend_ln_fuse.kernels.pointwise import torch_function
 from ascend_ln_fuse.kernels.region import parse
 
