@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from .chain import Chain, RegionStage, evaluate, operand
 from .chain_products import Heads, LinearStage, Part, Product, name_of
@@ -48,6 +49,7 @@ class _Reverse:
 
     Attributes:
         values: tensors by name: the inputs, the kept products, and what was computed again.
+        freed: of those that are gone, one element expanded to their shape.
         found: gradients so far, by name; those in `owned` may be written to.
     """
 
@@ -62,6 +64,7 @@ class _Reverse:
             if self.wanted.intersection(stage.reads):
                 self.wanted.update(stage.names)
         self.readers = Counter(name for stage in chain.stages for name in set(stage.reads))
+        self.freed: dict[str, torch.Tensor] = {}
         self.graphs: dict[str, tuple] = {}
         self.found: dict[str, torch.Tensor] = {}
         self.owned: set[str] = set()
@@ -105,9 +108,13 @@ class _Reverse:
 
     def add_part(self, part: Part | Heads, grad: torch.Tensor) -> None:
         """`grad` to the gradient of some columns."""
+        like = self.freed[part.name] if part.name in self.freed else self.value(part.name)
+        if isinstance(part, Heads) and part.columns == like.shape[-1]:
+            self.add(part.name, grad.transpose(-3, -2).flatten(-2))
+            return
         if part.name not in self.owned:
             before = self.found.get(part.name)
-            whole = torch.zeros_like(self.value(part.name), memory_format=torch.contiguous_format)
+            whole = torch.zeros_like(like, memory_format=torch.contiguous_format)
             self.found[part.name] = whole if before is None else whole.add_(before)
             self.owned.add(part.name)
         part.of(self.found[part.name]).add_(grad)
@@ -136,15 +143,18 @@ class _Reverse:
                   for arg, ref in zip(args, stage.args)]
         with torch.enable_grad():
             outputs = reference(stage.region, leaves, numbers)
-        self.graphs[stage.names[0]] = leaves, outputs
+        # Of an output only its place in the graph: the tensor goes when nobody reads it any more.
+        self.graphs[stage.names[0]] = leaves, [get_gradient_edge(out) if out.requires_grad else None
+                                               for out in outputs]
         return [out.detach() for out in outputs]
 
     def forget(self, stage) -> None:
         """The stage is done: what nobody else reads is freed."""
         for name in set(stage.reads):
             self.readers[name] -= 1
-            if not self.readers[name] and name in self.stages:
-                self.values.pop(name, None)
+            if not self.readers[name] and name in self.stages and name in self.values:
+                value = self.values.pop(name)
+                self.freed[name] = value.new_empty(()).expand(value.shape)
 
     def linear(self, stage: LinearStage) -> None:
         grad = self.found.pop(stage.name)
@@ -189,13 +199,13 @@ class _Reverse:
         else:
             if stage.names[0] not in self.graphs:
                 self.graph(stage)
-            leaves, outputs = self.graphs.pop(stage.names[0])
-            pairs = [(out, self.found.pop(name)) for name, out in zip(stage.names, outputs)
-                     if name in self.found and out.requires_grad]
+            leaves, edges = self.graphs.pop(stage.names[0])
+            pairs = [(edge, self.found.pop(name)) for name, edge in zip(stage.names, edges)
+                     if name in self.found and edge is not None]
             refs = [(ref, leaf) for ref, leaf in zip(stage.args, leaves) if leaf.requires_grad]
-            given = torch.autograd.grad([out for out, _ in pairs], [leaf for _, leaf in refs],
+            given = torch.autograd.grad([edge for edge, _ in pairs], [leaf for _, leaf in refs],
                                         [grad for _, grad in pairs], allow_unused=True) if pairs else []
-            del outputs, leaves, pairs
+            del edges, leaves, pairs
             for (ref, _), grad in zip(refs, given):
                 if grad is not None:  # autograd may give one tensor to two
                     self.add_to(ref, grad, owned=False)

@@ -62,6 +62,11 @@ class Heads:
         """The column behind the last one."""
         return self.start + (self.count - 1) * self.step + self.length
 
+    @property
+    def columns(self) -> int:
+        """Their number, where they follow one another without a gap."""
+        return self.count * self.length if self.step == self.length else -1
+
     def of(self, value: torch.Tensor) -> torch.Tensor:
         columns = value.narrow(-1, self.start, self.end - self.start)
         return columns.unfold(-1, self.length, self.step).transpose(-3, -2)
