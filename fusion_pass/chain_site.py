@@ -14,7 +14,7 @@ from torch.fx import Node
 from .graph import Lens, same, same_shape
 from .kernels.chain import Chain, RegionStage
 from .kernels.chain_products import LinearStage, Part, PatchStage, Ref, ScoreStage
-from .site import Decline, Norm, Site, Step
+from .site import Decline, Norm, Site, Step, replay
 
 #: A tensor of the graph, and the views that are taken of it.
 Operand = tuple[Node, tuple[Step, ...]]
@@ -138,6 +138,7 @@ class _Builder:
         self.scalars: list[float | Node] = []
         self.names: dict[Node, str] = {}  # values of the chain
         self.finish: dict[Node, tuple[Step, ...]] = {}
+        self.laid_out: dict[Node, torch.Tensor] = {}  # fakes of the values as the chain has them
         self.views: set[Node] = set()  # of `names`, those that are seen through views
         self.stages: list = []
 
@@ -153,6 +154,7 @@ class _Builder:
             for node, (source, steps) in step.views.items():
                 self.names[node] = self.names[source]
                 self.finish[node] = (*self.finish[source], *steps)
+                self.laid_out[node] = self.laid_out[source]
                 self.views.add(node)
             if isinstance(step, Product):
                 self._product(step)
@@ -194,13 +196,16 @@ class _Builder:
             return Part(self.names[source], start, length)
         if node not in self.names:
             return self._input(node, views)
-        if bool(self.finish[node]) != bool(views):
+        has, reads = self.laid_out[node], replay(self.lens.tensor(node), views)
+        if not same_shape(has.shape, reads.shape) or not same_shape(has.stride(), reads.stride()):
             raise Decline("a value of the chain is read in another layout", node)
         return self.names[node]
 
     def _name(self, node: Node, finish: tuple[Step, ...]) -> str:
         self.names[node] = f"v{len(set(self.names.values()))}"
         self.finish[node] = finish
+        back = [Step.method("movedim", *reversed(step.args)) for step in finish if step.target == "movedim"]
+        self.laid_out[node] = replay(self.lens.tensor(node), back)
         return self.names[node]
 
     def _input(self, node: Node, views) -> str:

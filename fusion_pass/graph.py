@@ -47,6 +47,12 @@ def _expression(size):
     return size if isinstance(size, int) else getattr(getattr(size, "node", None), "expr", None)
 
 
+def _constant(size: torch.SymInt) -> int | None:
+    """The int that a symbolic size is, without asking for a proof."""
+    written = _expression(size)
+    return int(written) if getattr(written, "is_Integer", False) else None
+
+
 def same_shape(a, b) -> bool:
     """`same`, dim by dim."""
     return len(a) == len(b) and all(map(same, a, b))
@@ -109,6 +115,11 @@ class Lens:
         self.graph = graph
         self.nodes = list(graph.nodes)
         self.position = {node: i for i, node in enumerate(self.nodes)}
+        #: numbers that are the same at every size: sizes of a dim that the graph's guards have fixed. Whoever
+        #: reads one needs not wait for it
+        self.constants = {node: size for node in self.nodes if isinstance(value_of(node), torch.SymInt)
+                          and node.op in ("call_function", "call_method")
+                          and (size := _constant(value_of(node))) is not None}
         self.segment: dict[Node, int] = {}
         self.transformed: set[Node] = set()
         self.written: set = set()
@@ -223,7 +234,7 @@ class Lens:
                     readers[key].append(i)
 
         for i, (node, effect) in enumerate(zip(self.nodes, effects)):
-            precede(map(self.position.__getitem__, node.all_input_nodes), i)
+            precede((self.position[n] for n in node.all_input_nodes if n not in self.constants), i)
             if fence is not None:
                 precede((fence,), i)
             if is_fence(node):

@@ -98,6 +98,8 @@ def base_name(node: Node) -> str | None:
         return node.target
     if node.op != "call_function":
         return None
+    if node.target is getattr and node.args[1:] == ("mT",):
+        return "mT"
     return _function_name(node.target)
 
 

@@ -31,7 +31,7 @@ def rewrite(lens: Lens, taken: Taken, traceable: bool, self_check: str) -> Graph
     """
     graph = Graph()
     graph._codegen = copy.deepcopy(lens.graph._codegen)  # how inputs and outputs are packed
-    env: dict[Node, Node] = {}
+    env: dict[Node, Node | int] = dict(lens.constants)
     #: per segment of the graph: a view taken under no_grad has no gradient elsewhere
     views: dict[int, dict] = {}
     schedule = taken.schedule()
@@ -43,7 +43,7 @@ def rewrite(lens: Lens, taken: Taken, traceable: bool, self_check: str) -> Graph
         if isinstance(unit, (Site, ChainSite)):
             known = views.setdefault(lens.segment[unit.anchor], {})
             _insert(graph, unit, env, known, traceable, self_check)
-        elif unit not in interior:
+        elif unit not in interior and unit not in lens.constants:
             env[unit] = _copy(graph, unit, env)
     graph.lint()
     return graph

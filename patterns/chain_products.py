@@ -40,15 +40,23 @@ def is_free(lens: Lens, site: Site, node: Node, taken: Taken) -> bool:
 
 
 def products_of(lens: Lens, site: Site, value: Node, first: bool, taken: Taken) -> list[Product]:
-    """The linear layers that read `value`, itself or through an identity (dropout in eval mode)."""
+    """The linear layers that read `value`, itself, through an identity (dropout in eval mode), or as an
+    image, its channels moved to the front."""
     found: list[Product] = []
     for user in value.users:
-        if lens.is_identity(user) and user.args[0] is value and is_free(lens, site, user, taken):
-            found += [replace(p, value=value, nodes=p.nodes | {user}, views={user: (value, ()), **p.views})
-                      for p in products_of(lens, site, user, first, taken)]
+        seen = ((user,), None) if lens.is_identity(user) else None if first else _image(lens, value, user)
+        if seen is not None and user.args[0] is value:
+            path, grid = seen
+            if not all(is_free(lens, site, node, taken) for node in path):
+                continue
+            views = {node: _steps(lens, node, value) for node in path}
+            for p in products_of(lens, site, path[-1], first or not lens.is_identity(user), taken):
+                if grid is not None:  # a pixel of the image is a row of the value
+                    p = replace(p, patches=True, grid=grid, weight=(p.weight[0], ()))
+                found.append(replace(p, value=value, nodes=p.nodes | {*path}, views={**views, **p.views}))
             continue
-        matches = (_convolution(lens, value, user, first),) if first else \
-            (match(lens, value, user) for match in (_linear, _matmul, _rows, _convolution))
+        matches = (_convolution(lens, value, user),) if first else \
+            (match(lens, value, user) for match in (_linear, _matmul, _rows))
         product = next((p for p in matches if p is not None), None)
         if product is not None and all(is_free(lens, site, node, taken) for node in product.nodes) and \
                 _is_plain(lens, product):
@@ -114,16 +122,10 @@ def _rows(lens: Lens, value: Node, view: Node) -> Product | None:
     return Product(value, weight, bias, True, back, frozenset([view, product, back]))
 
 
-def _convolution(lens: Lens, value: Node, node: Node, first: bool = False) -> Product | None:
-    """A convolution of a channels-last value, or of one whose channels views move to the front. Of one
-    pixel it is the product over the channels; else its stride is its kernel."""
-    views, grid = [], None
-    if not first:
-        found = _image(lens, value, node)
-        if found is None:
-            return None
-        views, node, grid = found
-    if lens.kind(node) != "conv2d" or _argument(node, 0, "input") is not (views[-1] if views else value):
+def _convolution(lens: Lens, value: Node, node: Node) -> Product | None:
+    """A convolution of a value with its channels in front. Of one pixel it is the product over the channels;
+    else its stride is its kernel."""
+    if lens.kind(node) != "conv2d" or _argument(node, 0, "input") is not value:
         return None
     weight, bias = _operand(_argument(node, 1, "weight")), _operand(_argument(node, 2, "bias"))
     fake, out = lens.tensor(weight[0] if weight else None), lens.tensor(node)
@@ -136,38 +138,37 @@ def _convolution(lens: Lens, value: Node, node: Node, first: bool = False) -> Pr
             _pair(dilation, 1) != (1, 1) or _pair(groups, 1) != (1, 1) or \
             not same_shape(dense_strides(tuple(out.shape), (0, 2, 3, 1)), out.stride()):
         return None
-    nodes = frozenset([*views, node])
-    if kernel == (1, 1) and grid is None:
-        return Product(value, (weight[0], (Step.method("flatten", 1),)), bias, False, node, nodes,
-                       (TO_CHANNELS_FIRST,))
-    return Product(value, weight, bias, False, node, nodes, (TO_CHANNELS_FIRST,), patches=True, grid=grid)
+    patches = kernel != (1, 1)
+    return Product(value, (weight[0], () if patches else (Step.method("flatten", 1),)), bias, False, node,
+                   frozenset([node]), (TO_CHANNELS_FIRST,), patches)
 
 
-def _image(lens: Lens, value: Node, node: Node) -> tuple[list[Node], Node, tuple[int, int] | None] | None:
-    """(views, reader, grid): `views`, of which `node` is the first and which have one reader each, make
-    `[N, C, H, W]` of `value`, which is (N, H, W, C), or (N, H * W, C) where there is a grid."""
-    views = []
-    while lens.is_view(node) and len(node.users) == 1 and lens.tensor(node) is not None:
-        views.append(node)
-        node, = node.users
-    if not views:
-        return None
-    whole, fake = lens.tensor(value), lens.tensor(views[-1])
-    if fake.dim() != 4 or not same(fake.storage_offset(), whole.storage_offset()):
-        return None
-    if whole.dim() == 4:
-        wanted = [[of[i] for i in (0, 3, 1, 2)] for of in (whole.shape, whole.stride())]
-        grid = None
-    else:
-        grid = tuple(fake.shape[2:])
-        if whole.dim() != 3 or not all(isinstance(n, int) for n in grid) or \
-                not same(grid[0] * grid[1], whole.shape[1]):
+def _image(lens: Lens, value: Node, node: Node) -> tuple[list[Node], tuple[int, int] | None] | None:
+    """(views, grid): `views`, of which `node` is the first, make `[N, C, H, W]` of `value`, which is
+    (N, H, W, C), or (N, H * W, C) where there is a grid."""
+    whole, path = lens.tensor(value), []
+    while lens.is_view(node) and lens.tensor(node) is not None:
+        path.append(node)
+        fake = lens.tensor(node)
+        grid = None if whole.dim() == 4 else tuple(fake.shape[2:])
+        if fake.dim() == 4 and same(fake.storage_offset(), whole.storage_offset()) and \
+                all(map(same_shape, _image_of(whole, grid), (fake.shape, fake.stride()))):
+            return path, grid
+        if len(node.users) != 1:
             return None
-        (batch, _, channels), (outer, pixel, inner) = whole.shape, whole.stride()
-        wanted = [batch, channels, *grid], [outer, inner, grid[1] * pixel, pixel]
-    if not all(map(same_shape, wanted, (fake.shape, fake.stride()))):
-        return None
-    return views, node, grid
+        node, = node.users
+    return None
+
+
+def _image_of(whole: torch.Tensor, grid: tuple[int, int] | None) -> tuple[list, list]:
+    """(sizes, strides) of `whole` as an image; none where it is none of `grid`."""
+    if grid is None:
+        return tuple([of[i] for i in (0, 3, 1, 2)] for of in (whole.shape, whole.stride()))
+    if whole.dim() != 3 or not all(isinstance(n, int) for n in grid) or \
+            not same(grid[0] * grid[1], whole.shape[1]):
+        return [], []
+    (batch, _, channels), (outer, pixel, inner) = whole.shape, whole.stride()
+    return [batch, channels, *grid], [outer, inner, grid[1] * pixel, pixel]
 
 
 def _pair(value, default=None) -> tuple:
@@ -212,7 +213,13 @@ def _operands(lens: Lens, node: Node) -> Iterator[tuple[tuple[Node, list[int]], 
         equation, *operands = node.args
         if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
             operands = list(operands[0])
-        orders = _einsum_orders(equation) if isinstance(equation, str) and len(operands) == 2 else None
+        if not isinstance(equation, str) or len(operands) != 2:
+            return
+        orders = _einsum_orders(equation)
+        if orders is None:  # k may come first
+            operands.reverse()
+            words, arrow, result = equation.partition("->")
+            orders = _einsum_orders(",".join(reversed(words.split(","))) + arrow + result)
     else:
         operands = list(node.args)
         outer = list(range(out.dim() - 2))
