@@ -29,7 +29,7 @@ from .effects import (
     transform_depth_change,
     value_of,
 )
-from .kinds import kind
+from .kinds import base_name, kind
 
 
 def same(a, b) -> bool:
@@ -47,9 +47,15 @@ def _expression(size):
     return size if isinstance(size, int) else getattr(getattr(size, "node", None), "expr", None)
 
 
-def _constant(size: torch.SymInt) -> int | None:
-    """The int that a symbolic size is, without asking for a proof."""
-    written = _expression(size)
+def _constant(node: Node) -> int | None:
+    """The int that the size of a dim is, which the graph asks for and has fixed; adds no guard."""
+    value = value_of(node)
+    if not isinstance(value, torch.SymInt) or not node.args or not isinstance(node.args[0], Node):
+        return None
+    asked = node.args[0] if base_name(node) == "getitem" else node
+    if base_name(asked) != "size":
+        return None
+    written = _expression(value)
     return int(written) if getattr(written, "is_Integer", False) else None
 
 
@@ -117,9 +123,7 @@ class Lens:
         self.position = {node: i for i, node in enumerate(self.nodes)}
         #: numbers that are the same at every size: sizes of a dim that the graph's guards have fixed. Whoever
         #: reads one needs not wait for it
-        self.constants = {node: size for node in self.nodes if isinstance(value_of(node), torch.SymInt)
-                          and node.op in ("call_function", "call_method")
-                          and (size := _constant(value_of(node))) is not None}
+        self.constants = {node: size for node in self.nodes if (size := _constant(node)) is not None}
         self.segment: dict[Node, int] = {}
         self.transformed: set[Node] = set()
         self.written: set = set()

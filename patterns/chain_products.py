@@ -274,12 +274,13 @@ def _score(lens: Lens, node: Node, query, key, sources: set[Node]) -> Score | No
 
 
 def _steps(lens: Lens, node: Node, source: Node) -> tuple[Node, tuple[Step, ...]] | None:
-    """`node` as views of `source`."""
+    """`node` as views of `source`; None where a copy is between them."""
     steps: list[Step] = []
     while node is not source:
         if not lens.is_view(node):
             return None
-        steps.insert(0, Step.of(node))
+        if not lens.is_identity(node):
+            steps.insert(0, Step.of(node))
         node = node.args[0]
     return source, tuple(steps)
 

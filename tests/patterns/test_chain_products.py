@@ -352,6 +352,16 @@ def test_a_mask_whose_gradient_is_wanted(monkeypatch):
         assert chains() == [chain]
 
 
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", ["patch, act, 1x1", "pixels that are left over", "tokens", "bmm", "unbind"])
+def test_another_compiler(name, dynamic):
+    """It gets the chain as one op, whose result has the sizes and strides that it is told."""
+    case = CONVOLUTIONS.get(name)
+    make, x = (case.make, image(case.shape, True)) if case else (SCORES[name][0], torch.randn(B, T, C))
+    check(make(), x, dynamic=dynamic, backend_options={"inner": "aot_eager"})
+    assert any(word in chains()[0] for word in ("patch conv", "score"))
+
+
 # Gradients
 
 
