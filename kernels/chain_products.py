@@ -187,7 +187,9 @@ class PatchStage(Product):
             grad.movedim(-1, 1), self._image(value), weight, [weight.shape[0]], list(weight.shape[2:]),
             [0, 0], [1, 1], False, [0, 0], 1, list(needs)))
         if needs[0]:
-            found[0] = found[0].movedim(1, -1).reshape(value.shape)
+            found[0] = found[0].movedim(1, -1)
+            if self.grid is not None:
+                found[0] = found[0].flatten(1, 2)
         return tuple(g if need else None for g, need in zip(found, needs))
 
     def _image(self, value: torch.Tensor) -> torch.Tensor:

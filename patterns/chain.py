@@ -13,6 +13,7 @@ norm) ends the chain; of the stages found, the longest run that may move togethe
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
@@ -110,7 +111,7 @@ def _behind(lens: Lens, site: Site, products: list[Product], first: bool,
         return []
     scaled = [own for own in (_pointwise(lens, site, [p], False, taken) for p in products) if own is not None]
     score = score_of(lens, site, [*products, *scaled], taken)
-    if score is None:
+    if score is None or (lens.tensor(score.out).requires_grad and not _spares_memory(lens, score)):
         return []
     found = [own for own in scaled if own.out in (score.query[0], score.key[0])]
     last = _pointwise(lens, site, [score], False, taken)
@@ -126,6 +127,16 @@ def _saves_overwritten(lens: Lens, chain: ChainSite) -> bool:
 
 
 # What is pointwise behind products
+
+
+def _spares_memory(lens: Lens, score: Score) -> bool:
+    """Whether a training step with the score in the chain needs no more memory than eager's. Backward copies
+    q and k once more, beside the score's gradient, which must be the larger; and of a packed qkv it would
+    make the gradient twice, once for v."""
+    sizes = [lens.tensor(node).shape for node in (score.out, score.query[0])]
+    return score.query[0] is not score.key[0] and \
+        all(isinstance(n, int) for shape in sizes for n in shape) and \
+        math.prod(sizes[0]) >= 2 * math.prod(sizes[1])
 
 
 def _pointwise(lens: Lens, site: Site, products: Sequence[Product | Score], first: bool,
