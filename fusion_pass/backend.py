@@ -15,21 +15,39 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch._dynamo.exc import RestartAnalysis
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from . import cost
+from .ahead import begin_kernels
+from .cat_site import CatSite
 from .chain_site import ChainSite
 from .graph import Lens, hint, module_path, source_line
+from .inner_choice import (
+    FUSED,
+    LEFT_SLOWER,
+    LEFT_UNKNOWN,
+    PLAIN,
+    SHORT,
+    SHORT_ROW,
+    Question,
+    choose,
+    inductor_arguments,
+    settings_of,
+    without_cuda_graphs,
+)
 from .kernels.chain_ops import chain_runner
 from .kernels.ops import runner
 from .kernels.settings import compile_seconds
+from .masks import without_needless_masks
 from .options import Options, parse_options, strict
 from .patterns import candidate, find_norms
+from .patterns.cats import join_cats
 from .patterns.chain import extend_chains
 from .patterns.packed import join_packed
-from .report import FusionReport, SiteReport, emit, record
-from .rewrite import rewrite
+from .report import FusionReport, SiteReport, emit, progress, record
+from .rewrite import read_by_result, rewrite
 from .select import select
 from .site import Decline, Site
 
@@ -59,12 +77,71 @@ def ascend_ln_fuse(gm: GraphModule, example_inputs, *,
         del kwargs["mode"]
         chosen = replace(chosen, inner=_GRAPH_COMPILERS.get(_device_type(example_inputs), "eager"))
     inner = _inner_compiler(chosen.inner)
+    if chosen.inner == "inductor":
+        kwargs = inductor_arguments(kwargs)
     if inner is None and kwargs:  # torch.compile(mode=...)
         given = ", ".join(f"{name}={value!r}" for name, value in kwargs.items())
         warnings.warn(f"ascend_ln_fuse ignores {given}: what is not fused runs as it is, unless "
                       "options={'inner': ...} names a compiler for it", stacklevel=2)
-    fuse_module(gm, chosen)
-    return gm.forward if inner is None else inner(gm, example_inputs, **kwargs)
+    if inner is None:
+        fuse_module(gm, chosen)
+        return gm.forward
+    report, plain = _fused_module(gm, chosen)
+    try:
+        if report.fused and chosen.inner_choice == "measure" and chosen.inner not in RUN_AS_WRITTEN and \
+                _device_type(example_inputs) != "cpu":
+            compiled, report = _compile_the_fastest(gm, plain, example_inputs, chosen, inner, kwargs,
+                                                    report)
+        else:
+            compiled = inner(gm, example_inputs, **kwargs)
+    except RestartAnalysis:
+        raise  # Dynamo comes again with another graph, which is the one to report
+    except Exception:
+        _publish(report, chosen)
+        raise
+    _publish(report, chosen)
+    return compiled
+
+
+def _compile_the_fastest(gm: GraphModule, plain: Graph, inputs, chosen: Options, inner: Callable, kwargs,
+                         report: FusionReport) -> tuple[Callable, FusionReport]:
+    """What `inner` makes of the fused graph of `gm`, of one with some of its sites, or of `plain`, without
+    any; and what became of `report`."""
+    forms, kept = {FUSED: gm}, {FUSED: {site.node for site in report.sites}, PLAIN: set()}
+    some, kept[SHORT] = _short_rows_fused(plain, chosen)
+    if some is not None and len(kept[SHORT]) < report.fused:
+        forms[SHORT] = _twin(gm, some)
+    forms[PLAIN] = _twin(gm, plain)
+    trial = without_cuda_graphs(chosen.inner, kwargs)
+    compiled, choice = choose(Question(
+        chosen.inner, forms, inputs, lambda form: inner(form, list(inputs), **kwargs),
+        None if trial is None else lambda form: inner(form, list(inputs), **trial),
+        settings=settings_of(chosen.inner, kwargs, chosen),
+        fell_back=lambda: any(site.fallback_words() for site in report.sites),
+        say=lambda words: progress(report, words, chosen.report),
+        raises=strict() or chosen.self_check == "raise"))
+    return compiled, report.chosen(choice.words(chosen.inner), LEFT_SLOWER if choice.times else LEFT_UNKNOWN,
+                                   kept[choice.form])
+
+
+def _short_rows_fused(graph: Graph, chosen: Options) -> tuple[Graph | None, set[str]]:
+    """The graph with the sites of short rows alone, and the names of their nodes; None where none are."""
+    try:
+        some, sites = fuse_graph(graph, chosen, lambda site: site.region.lane <= SHORT_ROW)
+    except Exception:
+        if strict():
+            raise
+        return None, set()
+    return some, {site.node for site in sites if site.status == "fused"}
+
+
+def _twin(gm: GraphModule, graph: Graph) -> GraphModule:
+    """A module with another graph over what `gm` holds, and all that compilers read of `gm`."""
+    twin = GraphModule(gm, graph)
+    twin.meta = dict(gm.meta)
+    for name, value in vars(gm).items():  # Dynamo's notes on parameters, among others
+        vars(twin).setdefault(name, value)
+    return twin
 
 
 def _device_type(inputs) -> str:
@@ -78,37 +155,54 @@ def fuse_module(gm: GraphModule, chosen: Options) -> FusionReport:
 
     Where the pass fails, `gm` is as it was, and the report says why; in strict mode it raises.
     """
+    report, _ = _fused_module(gm, chosen)
+    _publish(report, chosen)
+    return report
+
+
+def _publish(report: FusionReport, chosen: Options) -> None:
+    record(report)
+    emit(report, chosen.report)
+
+
+def _fused_module(gm: GraphModule, chosen: Options) -> tuple[FusionReport, Graph]:
+    """`fuse_module`, the report not recorded; and the graph without fused sites."""
     started = time.perf_counter()
-    error = None
+    error, note = None, ""
     sites: list[SiteReport] = []
-    original = gm.graph
+    original = plain = gm.graph
     try:
-        graph, sites = fuse_graph(original, chosen)
-        if graph is not None:
-            gm.graph = graph
+        if chosen.masks == "simplify":
+            plain, note = without_needless_masks(original)
+        fused, sites = fuse_graph(plain, chosen, begin=True)
+        if fused is not None or plain is not original:
+            gm.graph = fused or plain
             _LazyGraphModule.force_recompile(gm)  # here, where a failure falls back
     except Exception as failure:
         if strict():
             raise
         if gm.graph is not original:
             gm.graph = original
+        plain, note = original, ""
         error = f"{type(failure).__name__}: {failure}"
     with _lock:
         number = next(_graph_numbers)
-    report = FusionReport(name=model_name(gm), graph_index=number, sites=tuple(sites),
-                          error=error, seconds=time.perf_counter() - started)
-    record(report)
-    emit(report, chosen.report)
-    return report
+    report = FusionReport(name=model_name(gm), graph_index=number, sites=tuple(sites), error=error,
+                          seconds=time.perf_counter() - started, notes=(note,) if note else ())
+    return report, plain
 
 
-def fuse_graph(graph: Graph, options: Options | None = None) -> tuple[Graph | None, list[SiteReport]]:
+def fuse_graph(graph: Graph, options: Options | None = None,
+               wanted: Callable[[Site], bool] | None = None, *,
+               begin: bool = False) -> tuple[Graph | None, list[SiteReport]]:
     """The fused form of a Dynamo or ATen graph whose nodes carry fakes, and a report per norm site.
 
-    `graph` itself is left as it is; the first result is None where nothing was fused.
+    `graph` itself is left as it is; the first result is None where nothing was fused. Sites that would be
+    fused and are not `wanted` stay as they are, and have no report. `begin`: begin to compile the kernels, in
+    the background, since the graph will run.
     """
     with _collector_paused():
-        return _fuse_graph(graph, options or Options())
+        return _fuse_graph(graph, options or Options(), wanted, begin)
 
 
 @contextmanager
@@ -124,31 +218,52 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _fuse_graph(graph: Graph, options: Options) -> tuple[Graph | None, list[SiteReport]]:
-    lens = Lens(graph)
+def _fuse_graph(graph: Graph, options: Options, wanted: Callable[[Site], bool] | None,
+                begin: bool) -> tuple[Graph | None, list[SiteReport]]:
+    lens = Lens(read_by_result(graph))
     norms, refused = find_norms(lens)
     claimed = {node for found in norms for node in found.norm.interior}
     no_grad = options.training == "decline"
     candidates = [candidate(lens, found, claimed, no_grad) for found in norms]
     taken, lost = select(lens, candidates, claimed)
     join_packed(lens, taken)
+    if wanted is not None:
+        taken = taken.only(wanted)
     if options.inner in RUN_AS_WRITTEN:
         extend_chains(lens, taken, differentiable=options.inner == "eager")
+    if options.inner == "eager":
+        join_cats(lens, taken)
     by_out = {found.norm.out: found.norm for found in norms}
     declined = [_declined(lens, c.anchor, c.reason, by_out[c.anchor]) for c in lost]
     declined += [_declined(lens, node, why) for node, why in refused]
     fused = rewrite(lens, taken, traceable=options.inner != "eager",
                     self_check=options.self_check) if taken.sites else None
-    reports = [report for site in taken.sites for report in _reports(lens, site, options.self_check)]
+    if begin:
+        try:
+            begin_kernels(lens, taken, options.self_check)
+        except Exception:  # what it would have gained is time alone
+            if strict():
+                raise
+    reports = [report for unit in taken.sites for report in _reports(lens, unit, options.self_check)]
     reports += declined
     reports.sort(key=lambda pair: lens.position[pair[0]])
     return fused, [report for _, report in reports] + _nested(graph)
 
 
-def _reports(lens: Lens, taken: Site | ChainSite, self_check: str):
+def _reports(lens: Lens, taken: Site | ChainSite | CatSite, self_check: str):
     """(anchor, report) of each norm of a taken site."""
-    site, chain = (taken.site, taken.chain) if isinstance(taken, ChainSite) else (taken, None)
-    call = _call(site)
+    if isinstance(taken, CatSite):
+        found = [_reports_of(lens, piece, piece, _call(piece, taken.places(piece)), self_check)
+                 for piece in taken.pieces]
+        note = "written to its place in the result of torch.cat"
+        return [(anchor, replace(report, note="; ".join(filter(None, (report.note, note)))))
+                for reports in found for anchor, report in reports]
+    site = taken.site if isinstance(taken, ChainSite) else taken
+    return _reports_of(lens, taken, site, _call(site), self_check)
+
+
+def _reports_of(lens: Lens, taken: Site | ChainSite, site: Site, call, self_check: str):
+    chain = taken.chain if isinstance(taken, ChainSite) else None
     outcome = runner(site.region.text, self_check).record  # tells reports later of checks and fallbacks
     ways = chain_runner(chain, self_check) if chain is not None else None
     behind = tuple(map(_call, taken.pieces[1:])) if isinstance(taken, ChainSite) else ()
@@ -203,13 +318,14 @@ def _declined(lens: Lens, node, decline: Decline, norm=None):
     return node, report
 
 
-def _call(site: Site):
-    """The call of the site's kernel, for the sizes seen here."""
+def _call(site: Site, places=None):
+    """The call of the site's kernel, for the sizes seen here; `places` as in `Call`."""
     from .kernels.call import Call
 
     return Call(site.region, tuple(tuple(map(hint, fake.shape)) for fake in site.fakes),
                 tuple(tuple(map(hint, fake.stride())) for fake in site.fakes), site.fakes[0].device,
-                scalars=tuple(None if isinstance(s, Node) else s for s in site.scalars))
+                scalars=tuple(None if isinstance(s, Node) else s for s in site.scalars),
+                places=places)
 
 
 def model_name(gm: GraphModule) -> str:

@@ -30,11 +30,11 @@ from .chain_layers import (
 )
 from .chain_run import (
     FusionMode,
+    Known,
     LastCall,
     Operands,
     Settings,
     check_operands,
-    facts,
     observed,
     parse_mode,
     run_chain,
@@ -53,6 +53,7 @@ from .chain_steps import (
 )
 from .kernels import folding
 from .kernels.chain import Chain
+from .kernels.recent import Recent
 from .kernels.reference import DTYPE_WORDS
 from .shape_range import Prepared, ShapeRange, prepare
 
@@ -83,6 +84,11 @@ class FusedChain(nn.Module):
         self._layers, self._settings = tuple(layers), settings
         self._tied: frozenset[str] = frozenset()  # names of linear layers whose weight others read
         self._last_call: LastCall | None = None
+        #: names of the layers that have parameters, and whether each is a norm
+        self._held = tuple((layer.name, layer.kind == "norm") for layer in self._layers
+                           if layer.kind in ("norm", "matmul"))
+        #: for the latest calls, what steps were made of (see `_read`), and what is known of such calls
+        self._recent = Recent()
         for name, module in modules.items():
             self.add_module(name, module)
 
@@ -113,11 +119,11 @@ class FusedChain(nn.Module):
             raise TypeError(f"x must be a torch.Tensor, not {type(x).__name__}")
         why = self._deviation() or observed(x.device)
         if not why:
-            operands, why = self._checked(x)
+            operands, known, why = self._checked(x)
         if why:
             self.__dict__["_last_call"] = LastCall("layers", reason=why)
             return self._one_by_one(x)
-        result, self.__dict__["_last_call"] = run_chain(x, operands, self._settings)
+        result, self.__dict__["_last_call"] = run_chain(x, operands, self._settings, known)
         return result
 
     def prepare(self, shapes: ShapeRange) -> Prepared:
@@ -174,49 +180,45 @@ class FusedChain(nn.Module):
         """Why the layers are more than their parameters; "" where they are not."""
         if nn.modules.module._has_any_global_hook():
             return "global module hooks are set"
-        for layer in self._layers:
-            if layer.kind in ("norm", "matmul"):
-                why = deviation(self._modules[layer.name])
-                if why:
-                    return f"{layer.name} {why}"
+        for name, _ in self._held:
+            why = deviation(self._modules[name])
+            if why:
+                return f"{name} {why}"
         return ""
 
-    def _checked(self, x: torch.Tensor) -> tuple[Operands, str]:
-        """(operands, why the layers must be called instead). What was found is kept: `_known` holds the
-        facts that it depends on, and the steps."""
-        parameters, eps, owners, shapes = self._read()
-        if x.is_nested:
-            return self._operands(), special((x,))
-        found = (x.shape[-1:], x.dtype, x.device, x.layout, type(x), shapes, list(map(facts, parameters)))
-        known = self.__dict__.get("_known")
-        if known is not None and known[0] == found:
-            return Operands(known[1], parameters, eps, owners), ""
+    def _checked(self, x: torch.Tensor) -> tuple[Operands, Known | None, str]:
+        """(operands, what is known of calls like this one, why the layers must be called instead)."""
+        parameters, eps, owners, made_of = self._read()
+        tensors = (x, *[t for t in parameters if t is not None])
+        found = self._recent.find(tensors, ())
+        if found is not None and found[0] == made_of:
+            return Operands(found[1].steps, parameters, eps, owners), found[1], ""
+        operands, known = self._operands(), None
         why = special((x, *parameters))
-        operands = self._operands()
         if not why:
             check_operands(x, operands)
-            self.__dict__["_known"] = found, operands.steps
-        return operands, why
+            known = Known(x, operands)
+            self._recent.add(tensors, (), (made_of, known))
+        return operands, known, why
 
     def _read(self) -> tuple:
-        """(parameters, eps, owners) as in Operands, and what else steps are made of."""
+        """(parameters, eps, owners) as in Operands, and what steps are made of beside the parameters'
+        sizes."""
         parameters: list[torch.Tensor | None] = []
         eps: list[float] = []
         owners: list[object | None] = []
-        shapes: list = []
-        for layer in self._layers:
-            if layer.kind in ("activation", "residual"):
-                continue
-            module = self._modules[layer.name]
-            weight = module._parameters["weight"]
-            parameters += [weight, module._parameters.get("bias")]
-            shapes.append(type(module))
-            if layer.kind == "norm":
-                shapes.append(module.normalized_shape)
+        made_of: list = []
+        for name, is_norm in self._held:
+            module = self._modules[name]
+            weight, bias = module._parameters["weight"], module._parameters.get("bias")
+            parameters += (weight, bias)
+            made_of += (type(module), weight is None, bias is None)
+            if is_norm:
+                made_of.append(module.normalized_shape)
                 eps.append(eps_of(module.eps, weight))
             else:
-                owners.append(None if layer.name in self._tied else self)
-        return parameters, eps, owners, shapes
+                owners.append(None if name in self._tied else self)
+        return parameters, eps, owners, made_of
 
     def _operands(self) -> Operands:
         steps: list[Step] = []
@@ -235,7 +237,7 @@ class FusedChain(nn.Module):
 
     def __getstate__(self) -> dict:
         """Copies and pickles have no calls behind them."""
-        return {**self.__dict__, "_last_call": None, "_known": None}
+        return {**self.__dict__, "_last_call": None, "_recent": Recent()}
 
 
 class LayerNormLinear(FusedChain):
@@ -381,7 +383,7 @@ class LayerNormLinearFusion:
         operands = Operands(tuple(steps), (ln_weight, ln_bias, linear_weight, linear_bias),
                             (eps_of(self.eps, x),), (self,))
         check_operands(x, operands)
-        result, self.last_call = run_chain(x, operands, self.settings)
+        result, self.last_call = run_chain(x, operands, self.settings, Known(x, operands))
         return result
 
     def _plain(self, x, ln_weight, ln_bias, linear_weight, linear_bias) -> torch.Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -82,8 +83,7 @@ class Settings:
     hints: Hints = Hints()
 
 
-@dataclass(frozen=True)
-class Operands:
+class Operands(NamedTuple):
     """What a chain runs on, beside its input.
 
     Attributes:
@@ -123,29 +123,53 @@ def special(tensors: Sequence[torch.Tensor | None]) -> str:
     return ""
 
 
-def facts(t: torch.Tensor | None) -> tuple | None:
-    """What `special` and `check_operands` look at."""
-    return None if t is None else (type(t), t.dtype, t.device, t.shape, t.layout)
+class Known:
+    """What is settled for all calls on tensors of the same kinds and layouts (kernels/recent.py).
+
+    Attributes:
+        steps: of the chain.
+        foldable: see `_foldable`.
+        requires_grad: one of the tensors does.
+        flat: the rows of a contiguous input, of any rank, can be taken as a matrix; `rank`: of what the
+            chain then sees.
+    """
+
+    def __init__(self, x: torch.Tensor, operands: Operands):
+        """Of a call that `check_operands` has seen."""
+        self.steps, self.foldable = operands.steps, _foldable(operands.steps)
+        self.requires_grad = any(t.requires_grad for t in (x, *operands.parameters) if t is not None)
+        self.flat = x.dim() != 2 and x.is_contiguous()
+        self.rank = 2 if self.flat or x.dim() == 1 else x.dim()
+        self.dtype, self.device = DTYPE_WORDS[x.dtype], x.device
+        self._calls: dict[bool, Callable] = {}
+
+    def call(self, folded: bool, tile_size: int | None) -> Callable:
+        """The function that runs the chain; `tile_size` is the same at all calls."""
+        found = self._calls.get(folded)
+        if found is None:
+            steps = self.foldable[1] if folded else self.steps
+            found = self._calls[folded] = callable_of(steps, self.rank, self.dtype, tile_size,
+                                                      self.device.type)
+        return found
 
 
-def run_chain(x: torch.Tensor, operands: Operands, settings: Settings) -> tuple[torch.Tensor, LastCall]:
-    """The chain of `operands`, which `check_operands` has seen, on `x`, and how it ran."""
-    given = [t for t in operands.parameters if t is not None]
-    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *given))
-    steps, parameters, why = operands.steps, operands.parameters, ""
+def run_chain(x: torch.Tensor, operands: Operands, settings: Settings,
+              known: Known) -> tuple[torch.Tensor, LastCall]:
+    """The chain of `operands` on `x`, and how it ran."""
+    recorded = known.requires_grad and torch.is_grad_enabled()
+    parameters, why = operands.parameters, ""
     if settings.mode is FusionMode.TRAINING:
         why = NEVER
     elif recorded:
         why = RECORDED
-    elif settings.mode is FusionMode.AUTO and not folding.pays(x.device):
+    elif settings.mode is FusionMode.AUTO and not folding.pays(known.device):
         why = NO_GAIN
     else:
-        steps, parameters, why = fold(operands)
+        parameters, why = fold(operands, known.foldable)
     # One shape of chain for all ranks, where the rows lie as a matrix.
-    flat = x.view(-1, x.shape[-1]) if x.is_contiguous() and x.dim() != 2 else x.unsqueeze(0) \
-        if x.dim() == 1 else x
-    call = callable_of(steps, flat.dim(), DTYPE_WORDS[x.dtype], settings.hints.tile_size, x.device.type)
-    arguments = (flat, *[t for t in parameters if t is not None], *operands.eps)
+    rows = x.view(-1, x.shape[-1]) if known.flat else x.unsqueeze(0) if x.dim() == 1 else x
+    call = known.call(not why, settings.hints.tile_size)
+    arguments = (rows, *[t for t in parameters if t is not None], *operands.eps)
     if settings.checkpoint and recorded:
         result = recomputed(call, *arguments, use_reentrant=False, preserve_rng_state=False)
     else:
@@ -153,9 +177,14 @@ def run_chain(x: torch.Tensor, operands: Operands, settings: Settings) -> tuple[
     heard = listener.get()
     if heard is not None:
         heard(call.runner, arguments)
-    if flat is not x:
+    if rows is not x:
         result = result.view(*x.shape[:-1], result.shape[-1])
-    return result, LastCall("chain", not why and steps != operands.steps, why)
+    return result, _chain_ran(not why, why)
+
+
+@lru_cache(maxsize=64)
+def _chain_ran(folded: bool, why: str) -> LastCall:
+    return LastCall("chain", folded, why)
 
 
 @lru_cache(maxsize=1024)
@@ -201,27 +230,26 @@ def check_operands(x: torch.Tensor, operands: Operands) -> None:
                 raise TypeError(f"{words}: is {t.dtype}, x is {x.dtype}")
 
 
-def fold(operands: Operands) -> tuple[tuple[Step, ...], tuple[torch.Tensor | None, ...], str]:
-    """(steps, parameters, why not): folded are all norms of the chain, or none."""
-    steps, folded, pairs, products, why = _foldable(operands.steps)
-    unfolded = steps, operands.parameters
+def fold(operands: Operands, foldable: tuple) -> tuple[Sequence[torch.Tensor | None], str]:
+    """(parameters, why not): folded are all norms of the chain, or none. `foldable` is `_foldable`'s."""
+    _, _, pairs, products, why = foldable
     if why:
-        return *unfolded, why
+        return operands.parameters, why
     parameters = list(operands.parameters)
     weights = [parameters[slot] for slot in products]
     for norm, matmul in pairs:
         owner, weight = operands.owners[products.index(matmul)], parameters[matmul]
-        if owner is None or sum(t is weight for t in weights) > 1:
-            return *unfolded, TIED
+        if owner is None or sum([t is weight for t in weights]) > 1:
+            return operands.parameters, TIED
         found = folding.fold(owner, *parameters[norm:norm + 2], *parameters[matmul:matmul + 2])
         if isinstance(found, str):
-            return *unfolded, found
+            return operands.parameters, found
         parameters[norm:norm + 2] = None, None
         if found.weight is not None:
             parameters[matmul] = found.weight
         if found.bias is not None:
             parameters[matmul + 1] = found.bias
-    return folded, tuple(parameters), ""
+    return parameters, ""
 
 
 @lru_cache(maxsize=1024)

@@ -92,7 +92,7 @@ class ChainSite:
         site: the norm's own, of which the report speaks.
         pieces: the sites of all regions of the chain, for the contract.
         finishes: for each output, the views that follow the op.
-        places: for each output, which of the op's results it is made of.
+        results: for each output, which of the op's results it is made of.
     """
 
     site: Site
@@ -102,7 +102,7 @@ class ChainSite:
     scalars: tuple[float | Node, ...]
     outputs: tuple[Node, ...]
     finishes: tuple[tuple[Step, ...], ...]
-    places: tuple[int, ...]
+    results: tuple[int, ...]
     pieces: tuple[Site, ...]
 
     @property

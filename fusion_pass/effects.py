@@ -88,12 +88,22 @@ def storages_of(node: Node) -> frozenset:
 
 
 def is_idle_dropout(node: Node) -> bool:
-    """Whether `node` is a dropout whose `training` is False in the graph."""
+    """Whether `node` is a dropout whose `training` is False in the graph, or whose p is 0."""
     name = base_name(node) if node.op == "call_function" else None
     if name is None or "dropout" not in name or not node.args or not isinstance(node.args[0], Node):
         return False
+    p = node.args[1] if len(node.args) > 1 else node.kwargs.get("p")
     training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", node.kwargs.get("train"))
-    return training is False and isinstance(value_of(node), torch.Tensor)
+    idle = training is False or (isinstance(p, (int, float)) and p == 0)
+    return idle and isinstance(value_of(node), torch.Tensor)
+
+
+def is_attention_without_dropout(node: Node) -> bool:
+    """Whether `node` is a scaled_dot_product_attention whose dropout_p is 0 in the graph."""
+    if node.op != "call_function" or base_name(node) != "scaled_dot_product_attention":
+        return False
+    dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+    return isinstance(dropout, (int, float)) and dropout == 0
 
 
 def is_fence(node: Node) -> bool:
@@ -186,15 +196,15 @@ def _written(node: Node) -> list[Node] | None:
 
 
 def _writes_first(node: Node, name: str) -> bool:
+    if getattr(node.target, "__module__", None) in ("_operator", "operator"):
+        return name in _INPLACE_OPERATORS  # `and_` and `or_` are none
     if name.endswith("_") and not name.endswith("__"):
         return True
     if name in _INPLACE_METHODS:
         return True
     if node.op == "call_method":
         return False
-    if getattr(node.target, "__module__", None) in ("_operator", "operator"):
-        return name in _INPLACE_OPERATORS
-    return _binds_inplace(node)
+    return binds_inplace(node)
 
 
 _INPLACE_OPERATORS = frozenset(
@@ -203,15 +213,17 @@ _INPLACE_OPERATORS = frozenset(
 _INPLACE_METHODS = frozenset(f"__{name}__" for name in _INPLACE_OPERATORS) | {"set_data"}
 
 
-def _binds_inplace(node: Node) -> bool:
+def binds_inplace(node: Node) -> bool:
+    """Whether a function is called with `inplace=True`, by name or by position."""
     if node.kwargs.get("inplace"):
         return True
-    position = _inplace_position(node.target)
+    position = inplace_position(node.target)
     return position is not None and len(node.args) > position and bool(node.args[position])
 
 
 @lru_cache(maxsize=1024)
-def _inplace_position(target) -> int | None:
+def inplace_position(target) -> int | None:
+    """Where among its positional arguments a function takes `inplace`; None for one that takes none."""
     try:
         names = list(inspect.signature(target).parameters)
     except (TypeError, ValueError):

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import re
+from bisect import bisect
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import wraps
 
 import networkx as nx
@@ -22,14 +23,18 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .effects import (
     RANDOM,
     WORLD,
+    Effects,
     effects_of,
     is_fence,
+    is_idle_dropout,
+    storages,
     storages_of,
     tensors_of,
     transform_depth_change,
     value_of,
 )
 from .kinds import base_name, kind
+from .updates import private_updates
 
 
 def same(a, b) -> bool:
@@ -115,6 +120,8 @@ class Lens:
             read after a write, a write after a read or write, random draws in turn).
         segment: per node, the count of fences (grad mode, autocast, functorch) before it. A fused op
             replaces nodes of one segment only.
+        updates: the private updates (`updates.py`), each with the word of its functional form, as which all
+            but `order` takes it: it is no mutation, and its result no view of what it writes.
     """
 
     def __init__(self, graph: Graph):
@@ -129,17 +136,34 @@ class Lens:
         self.written: set = set()
         self.overwritten: set = set()
         self._facts: dict[str, dict] = defaultdict(dict)
-        self.order = self._order()
+        #: memory that the fakes of idle dropouts, and of views of them, have for themselves -> whose it is
+        self._renamed: dict = {}
+        for node in filter(is_idle_dropout, self.nodes):
+            whose = self.storages(node.args[0])
+            for key in storages(value_of(node)) - whose if len(whose) == 1 else ():
+                self._renamed[key], = whose
+        self._facts["storages"].clear()
+        effects = [effects_of(node, self.storages) for node in self.nodes]
+        self.order = self._order(effects)
+        self.updates: dict[Node, str] = private_updates(self, effects)
+        #: storage -> the positions of its private updates
+        self._updated: dict = defaultdict(list)
+        for update in self.updates:
+            for key in self.storages(update):
+                self._updated[key].append(self.position[update])
+        self.written -= self._updated.keys()
+        self.overwritten -= self._updated.keys()
 
     @_fact
     def kind(self, node: Node) -> str | None:
         """The word for what `node` computes; None for unknown ops."""
-        return kind(node)
+        return self.updates.get(node) or kind(node)
 
     @_fact
     def storages(self, node: Node) -> frozenset:
         """Keys of the memory behind what `node` yields (`effects.storages`)."""
-        return storages_of(node)
+        keys = storages_of(node)
+        return frozenset(self._renamed.get(key, key) for key in keys) if self._renamed else keys
 
     @_fact
     def bytes_of(self, node: Node) -> int:
@@ -162,7 +186,7 @@ class Lens:
     def is_view(self, node: Node) -> bool:
         """Whether `node` yields memory of its first argument (an identity counts as a view)."""
         if node.op not in ("call_function", "call_method") or not node.args or \
-                not isinstance(node.args[0], Node):
+                not isinstance(node.args[0], Node) or node in self.updates:
             return False
         mine = self.storages(node)
         return bool(mine) and WORLD not in mine and mine <= self.storages(node.args[0]) and \
@@ -178,12 +202,20 @@ class Lens:
             same(mine.storage_offset(), theirs.storage_offset())
 
     def is_mutated(self, node: Node) -> bool:
-        """Whether any node of the graph writes the memory that `node` yields."""
+        """Whether any node of the graph, private updates aside, writes the memory that `node` yields."""
         return not self.storages(node).isdisjoint(self.written)
 
-    def is_overwritten(self, node: Node) -> bool:
-        """As `is_mutated`, but without the ops of which nothing is known, which as a rule only read."""
-        return not self.storages(node).isdisjoint(self.overwritten)
+    def is_overwritten(self, node: Node, inside: Collection[Node] = ()) -> bool:
+        """Whether what `node` yields is written later, private updates that are not `inside` a site included:
+        the graph may keep those. Without the ops of which nothing is known, which as a rule only read."""
+        keys = self.storages(node)
+        if not keys.isdisjoint(self.overwritten):
+            return True
+        for positions in map(self._updated.get, keys & self._updated.keys()):
+            following = bisect(positions, self.position[node])
+            if following < len(positions) and self.nodes[positions[following]] not in inside:
+                return True
+        return False
 
     def leads_into(self, node: Node, targets: Collection[Node]) -> bool:
         """Whether some target must come after `node`. Looks no further than the last target."""
@@ -203,10 +235,9 @@ class Lens:
         parts = [part for part in (module_path(node), source_line(node)) if part]
         return ", ".join(parts) or node.name
 
-    def _order(self) -> nx.DiGraph:
+    def _order(self, effects: Sequence[Effects]) -> nx.DiGraph:
         edges = nx.DiGraph()
         edges.add_nodes_from(range(len(self.nodes)))
-        effects = [effects_of(node, self.storages) for node in self.nodes]
         for effect in effects:
             self.written |= effect.writes
             if WORLD not in effect.writes:

@@ -1,13 +1,12 @@
 """The pass for users who stay with another compiler: as a custom pass of Inductor's, and of npugraph_ex's.
 
-Both put `torch.ops.ascend_ln_fuse.region` into the graph, which those compilers see as one op.
+Both put `torch.ops.ascend_ln_fuse.region` into the graph, which those compilers see as one op. A pass works
+inside of one compilation, so neither can try the graph without fused sites and measure which is faster, as
+the backend does (`Options.inner_choice`): what fits is fused.
 """
 
 from __future__ import annotations
 
-import hashlib
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -15,9 +14,10 @@ from torch.fx import Graph, GraphModule
 
 from .backend import fuse_module
 from .options import Options, parse_options
+from .versions import sources
 
 #: what the options of a pass may be: the compiler is the one that runs it
-_OPTIONS = ("report", "training", "self_check")
+_OPTIONS = ("report", "training", "self_check", "masks")
 
 
 class InductorPass(CustomGraphPass):
@@ -41,7 +41,8 @@ class InductorPass(CustomGraphPass):
     def uuid(self) -> Any:
         """Part of the key of Inductor's caches: another version of the pass compiles anew. The report is
         left out, since it does not change a graph."""
-        return ("ascend_ln_fuse", _sources(), self.options.training, self.options.self_check)
+        return ("ascend_ln_fuse", sources(), self.options.training, self.options.self_check,
+                self.options.masks)
 
 
 def inductor_pass(**options) -> InductorPass:
@@ -50,10 +51,11 @@ def inductor_pass(**options) -> InductorPass:
 
         torch.compile(model, options={"pre_grad_custom_pass": ascend_ln_fuse.inductor_pass()})
 
-    It runs on Dynamo's graph, so training works too. Inductor may keep several passes in a list.
+    It runs on Dynamo's graph, so training works too. Inductor may keep several passes in a list. What fits is
+    fused, measured or not; the backend with options={"inner": "inductor"} keeps what is faster.
 
     Args:
-        **options: report, training and self_check of `ascend_ln_fuse.Options`.
+        **options: report, training, self_check and masks of `ascend_ln_fuse.Options`.
 
     Raises:
         ValueError, TypeError: an unknown option, or one whose value is not valid.
@@ -67,7 +69,7 @@ def npugraph_ex_pass(gm: GraphModule, example_inputs=None, config=None) -> None:
         torch.compile(model, backend="npugraph_ex",
                       options={"post_grad_custom_pre_pass": ascend_ln_fuse.npugraph_ex_pass})
 
-    Any compiler behind AOTAutograd can use it: `gm` is changed in place and recompiled.
+    Any compiler behind AOTAutograd can use it: `gm` is changed in place and recompiled. Nothing is measured.
 
     Args:
         gm: an ATen graph whose nodes carry fake tensors in meta["val"].
@@ -88,16 +90,3 @@ def _options(given: dict) -> Options:
                              f"{', '.join(_OPTIONS)}")
     # Any other word than "eager": the ops in the graph must be traceable.
     return parse_options({**given, "inner": "inductor"})
-
-
-@cache
-def _sources() -> str:
-    """A hash of this package's sources."""
-    digest = hashlib.sha256()
-    here = Path(__file__).parent
-    from . import kernels, patterns
-
-    for folder in (here, *(Path(package.__file__).parent for package in (kernels, patterns))):
-        for path in sorted(folder.glob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()

@@ -23,6 +23,7 @@ from .kernels.chain import RegionStage, evaluate
 from .kernels.chain_choice import ONE_KERNEL
 from .kernels.chain_products import Product
 from .kernels.chain_ways import ChainRunner
+from .kernels.joined import Joined
 from .kernels.layout import Unsupported
 from .kernels.reference import DTYPE_WORDS, TORCH_DTYPES
 from .kernels.region import parse
@@ -181,6 +182,8 @@ class _Listener(fx.Interpreter):
         results = super().call_function(target, args, kwargs)
         if getattr(target, "__name__", "") == "ascend_ln_fuse_region":
             self.seen.region(target, args)
+        elif isinstance(getattr(target, "joined", None), Joined):
+            self.seen.joined(target.joined, args, results)
         elif isinstance(getattr(target, "runner", None), ChainRunner):
             self.seen.chain(target.runner, args)
         return results
@@ -226,6 +229,15 @@ class _Seen:
         region = parse(target.__doc__)
         count = len(region.inputs)
         self.call(Call(region, *_places(args[:count]), args[0].device, self.soc))
+
+    def joined(self, joined: Joined, args: Sequence, results) -> None:
+        """The kernels that write the parts of cats, and copies of the other parts."""
+        wholes = (results,) if isinstance(results, torch.Tensor) else results
+        places = {part: whole.stride() for cat, whole in zip(joined.cats, wholes) for part in cat.parts}
+        for number, launch in enumerate(joined.launches):
+            strides = tuple(places[number, i] for i in range(len(launch.region.outputs)))
+            tensors = [args[i] for i in launch.inputs]
+            self.call(Call(launch.region, *_places(tensors), args[0].device, self.soc, places=strides))
 
     def call(self, call: Call) -> None:
         self.add(_generated(call))

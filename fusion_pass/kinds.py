@@ -106,7 +106,8 @@ def base_name(node: Node) -> str | None:
 def kind(node: Node) -> str | None:
     """The word for what `node` computes, whatever its spelling; None when the table has none.
 
-    In-place spellings have no kind: they are mutations first (`effects.py`).
+    In-place spellings have no kind: they are mutations first (`effects.py`). Of those that may be read as
+    their functional form, a lens knows the word (`updates.py`).
     """
     name = base_name(node)
     if name is None:

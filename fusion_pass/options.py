@@ -14,6 +14,8 @@ _CHOICES = {
     "report": ("off", "table", "full"),
     "training": ("fuse", "decline"),
     "self_check": SELF_CHECKS,
+    "masks": ("simplify", "keep"),
+    "inner_choice": ("measure", "fuse"),
 }
 
 
@@ -32,12 +34,20 @@ class Options:
             a sample of rows: "first_call" with new shapes, "always" on each call, or "off". A kernel
             outside the error bound is replaced by plain PyTorch, with a warning; "raise" is "first_call"
             but raises, also where a kernel does not compile or start.
+        masks: attention masks that the graph builds from sizes alone, and that are all True or causal:
+            "simplify" (scaled_dot_product_attention gets none, or is_causal) or "keep".
+        inner_choice: what becomes of fused sites in front of an `inner` that fuses on its own, on an
+            accelerator: "measure" compiles the graph with all of them, with those of short rows and with
+            none, times these forms and keeps the fastest, and leaves what cannot be measured (gradients,
+            written inputs, random numbers) to `inner`; "fuse" fuses without asking.
     """
 
     report: str = "table"
     inner: str = "eager"
     training: str = "fuse"
     self_check: str = DEFAULT_SELF_CHECK
+    masks: str = "simplify"
+    inner_choice: str = "measure"
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -17,8 +17,8 @@ import shutil
 import sys
 import threading
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -126,9 +126,12 @@ class FusionReport:
     sites: tuple[SiteReport, ...] = ()
     error: str | None = None  # why the pass failed; the original graph runs then
     seconds: float = 0.0  # time spent in the pass; not told where it is nan
+    notes: tuple[str, ...] = ()  # what else was done to the graph
+    choice: str = ""  # in front of a compiler that fuses on its own: which form of the graph runs, and why
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sites", tuple(self.sites))
+        object.__setattr__(self, "notes", tuple(self.notes))
 
     @property
     def found(self) -> int:
@@ -143,12 +146,24 @@ class FusionReport:
     def declined(self) -> int:
         return sum(site.status == DECLINED for site in self.sites)
 
-    def headline(self) -> str:
-        """The report in one line."""
+    def chosen(self, choice: str, reason: str, kept: Collection[str]) -> FusionReport:
+        """This report where the graph runs with some of its fused sites, those at the nodes `kept`. The
+        others count as declined for `reason`."""
+        sites = (site if site.status != FUSED or site.node in kept else SiteReport(
+                    DECLINED, site.pattern, site.where, reason, site.node, device=site.device,
+                    hidden_kernels=site.hidden_kernels) for site in self.sites)
+        return replace(self, sites=tuple(sites), choice=choice)
+
+    def title(self) -> str:
+        """What a line about the graph begins with."""
         graph = f"graph {self.graph_index}"
         if self.name and self.name != graph:
             graph += f" of {visible(self.name)}"
-        start = f"ascend_ln_fuse: {graph}: "
+        return f"ascend_ln_fuse: {graph}"
+
+    def headline(self) -> str:
+        """The report in one line."""
+        start = f"{self.title()}: "
         took = f" ({self.seconds * 1e3:.1f} ms)" if math.isfinite(self.seconds) else ""
         if self.error is not None:
             return f"{start}the pass failed, the original graph runs{took}"
@@ -166,6 +181,8 @@ class FusionReport:
             "declined": self.declined,
             "error": self.error,
             "seconds": self.seconds if math.isfinite(self.seconds) else None,
+            "notes": list(self.notes),
+            "choice": self.choice,
             "sites": [site.to_dict() for site in self.sites],
         }
 
@@ -181,6 +198,8 @@ class FusionReport:
             sites=tuple(SiteReport.from_dict(site) for site in data.get("sites", ())),
             error=data.get("error"),
             seconds=data.get("seconds") or 0.0,
+            notes=data.get("notes", ()),
+            choice=data.get("choice", ""),
         )
 
     def __str__(self) -> str:
@@ -302,6 +321,8 @@ def render(
     console = Console(file=out, width=max(width, 40), force_terminal=color, force_jupyter=False)
     # Text objects throughout: they are taken literally, where a str would be read as markup.
     console.print(Text(report.headline(), style="bold", overflow="fold"))
+    if report.choice:
+        console.print(Text(visible(report.choice), overflow="fold"))
     if report.error is not None:
         console.print(Padding(Text(_block(report.error), "red", overflow="fold"), (0, 0, 0, 2)))
     elif report.sites:
@@ -311,6 +332,8 @@ def render(
             console.print(Text(line, "dim", overflow="fold"))
         for line in _listing(rows) if mode == "full" else ():
             console.print(Text(line), soft_wrap=True)
+    for note in report.notes:
+        console.print(Text(visible(note), "dim", overflow="fold"))
     lines = out.getvalue().replace(_GLUE, " ").split("\n")
     return "\n".join(line.rstrip() for line in lines)
 
@@ -415,6 +438,16 @@ def emit(report: FusionReport, mode: str = "table") -> None:
         text = render(report, mode, width=width, color=tty)
     except Exception as error:
         text = f"{report.headline()}\n  (no table: {type(error).__name__}: {error})\n"
+    _write(stream, text)
+
+
+def progress(report: FusionReport, words: str, mode: str = "table") -> None:
+    """A line about the graph while it is compiled, printed where `emit` prints."""
+    if mode != "off" and sys.stderr is not None:
+        _write(sys.stderr, f"{report.title()}: {words}\n")
+
+
+def _write(stream: Any, text: str) -> None:
     try:
         # One write, so that the tables of two threads do not mix.
         stream.write(_encodable(text, getattr(stream, "encoding", None) or "utf-8"))

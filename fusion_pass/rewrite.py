@@ -7,18 +7,53 @@ from __future__ import annotations
 
 import copy
 import operator
+from collections.abc import Callable
 
 import torch
 from torch.fx import Graph, Node
 
+from .cat_site import CatSite
 from .chain_site import ChainSite
 from .contract import check_contract
+from .effects import value_of
 from .graph import Lens
 from .kernels.chain_ops import chain_call
+from .kernels.joined import joined_call
 from .kernels.ops import python_call
 from .kernels.region import one_line
 from .select import Taken
 from .site import Site
+from .updates import update_word
+
+
+def read_by_result(graph: Graph) -> Graph:
+    """The graph in which all who come after an in-place op read its result instead of what it writes, which
+    is the same tensor: `h.mul_(2); return h` as `return h.mul_(2)`. `graph` itself where none does.
+    """
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    updates = {node for node in graph.nodes if update_word(node) and _yields_target(node)}
+    if all(position[user] <= position[node] for node in updates for user in node.args[0].users):
+        return graph
+    result = Graph(graph.owning_module, tracer_cls=graph._tracer_cls)
+    result._codegen = copy.deepcopy(graph._codegen)
+    env: dict[Node, Node] = {}
+    latest: dict[Node, Node] = {}  # a node of `result` that was written -> the result of that
+
+    def lookup(node: Node) -> Node:
+        while env[node] in latest:
+            env[node] = latest[env[node]]
+        return env[node]
+
+    for node in graph.nodes:
+        env[node] = _copy(result, node, lookup)
+        if node in updates:
+            latest[env[node].args[0]] = env[node]
+    return result
+
+
+def _yields_target(update: Node) -> bool:
+    """Whether the fake of an in-place op is that of its target."""
+    return value_of(update) is not None and value_of(update) is value_of(update.args[0])
 
 
 def rewrite(lens: Lens, taken: Taken, traceable: bool, self_check: str) -> Graph:
@@ -36,44 +71,57 @@ def rewrite(lens: Lens, taken: Taken, traceable: bool, self_check: str) -> Graph
     views: dict[int, dict] = {}
     schedule = taken.schedule()
     for site in taken.sites:
-        for piece in site.pieces if isinstance(site, ChainSite) else (site,):
+        for piece in (site,) if isinstance(site, Site) else site.pieces:
             check_contract(lens, piece)
     interior = {node for site in taken.sites for node in site.interior}
     for unit in schedule:
-        if isinstance(unit, (Site, ChainSite)):
+        if isinstance(unit, (Site, ChainSite, CatSite)):
             known = views.setdefault(lens.segment[unit.anchor], {})
             _insert(graph, unit, env, known, traceable, self_check)
         elif unit not in interior and unit not in lens.constants:
-            env[unit] = _copy(graph, unit, env)
+            env[unit] = _copy(graph, unit, env.__getitem__)
     graph.lint()
     return graph
 
 
-def _copy(graph: Graph, node: Node, env: dict) -> Node:
-    result = graph.node_copy(node, env.__getitem__)
+def copy_graph(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
+    """A copy to be changed, and the copy of each node."""
+    copied = Graph(owning_module=graph.owning_module)
+    copied._codegen = copy.deepcopy(graph._codegen)  # how inputs and outputs are packed
+    env: dict[Node, Node] = {}
+    for node in graph.nodes:
+        env[node] = _copy(copied, node, env.__getitem__)
+    return copied, env
+
+
+def _copy(graph: Graph, node: Node, lookup: Callable[[Node], Node | int]) -> Node:
+    result = graph.node_copy(node, lookup)
     if hasattr(node, "_dynamo_source"):  # of an input; AOTAutograd asks for it
         result._dynamo_source = node._dynamo_source
     return result
 
 
-def _insert(graph: Graph, site: Site | ChainSite, env: dict, views: dict, traceable: bool,
+def _insert(graph: Graph, site: Site | ChainSite | CatSite, env: dict, views: dict, traceable: bool,
             self_check: str) -> None:
     inputs = [_operand(graph, node, steps, env, views) for node, steps in site.inputs]
     scalars = [env[s] if isinstance(s, Node) else s for s in site.scalars]
-    fused = site.chain if isinstance(site, ChainSite) else site.region
     if traceable:
+        fused = site.chain if isinstance(site, ChainSite) else site.region
         name = "chain" if isinstance(site, ChainSite) else "region"
         op = graph.call_function(getattr(torch.ops.ascend_ln_fuse, name).default,
                                  (one_line(fused.text), inputs, scalars), {"self_check": self_check})
     else:
-        call = chain_call if isinstance(site, ChainSite) else python_call
-        op = graph.call_function(call(fused, self_check), (*inputs, *scalars))
+        call = python_call(site.region, self_check) if isinstance(site, Site) else \
+            chain_call(site.chain, self_check) if isinstance(site, ChainSite) else \
+            joined_call(site.joined, self_check)
+        op = graph.call_function(call, (*inputs, *scalars))
     _keep_meta(op, site.anchor)
-    single = len(set(site.places)) == 1 and not traceable
+    count = len(set(site.results))
+    single = count == 1 and not traceable
     results = [op if single else graph.call_function(operator.getitem, (op, number))
-               for number in range(len(set(site.places)))]
-    for node, finish, place in zip(site.outputs, site.finishes, site.places):
-        result = results[place]
+               for number in range(count)]
+    for node, finish, number in zip(site.outputs, site.finishes, site.results):
+        result = results[number]
         for step in finish:
             result = step.insert(graph, result, env.__getitem__)
         result.meta = dict(node.meta)

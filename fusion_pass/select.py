@@ -98,6 +98,13 @@ class Taken:
         """The taken sites, in the order of their anchors."""
         return sorted(self._sites.values(), key=lambda site: self.lens.position[site.anchor])
 
+    def only(self, wanted: Callable[[Site], bool]) -> Taken:
+        """Those of the taken sites that are wanted."""
+        some = Taken(self.lens)
+        for site in filter(wanted, self.sites):
+            some.add(site)
+        return some
+
     def overlaps(self, site: Site) -> bool:
         """Whether `site` holds a node of a taken one."""
         return any(self.lens.position[node] in self._group for node in site.interior)

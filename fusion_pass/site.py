@@ -19,6 +19,7 @@ from .kernels.pointwise import POINTWISE
 from .kernels.reference import DTYPE_WORDS
 from .kernels.region import Line, NormRegion, Operand, Output, dense_strides
 from .kinds import REGROUPING_VIEWS, STRIDE_FREE_VIEWS
+from .updates import without_inplace
 
 #: what a node must yield to be a run-time scalar of a region
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
@@ -140,7 +141,7 @@ class Site:
         return (self.finish,) * len(self.outputs)
 
     @property
-    def places(self) -> tuple[int, ...]:
+    def results(self) -> tuple[int, ...]:
         """For each output, which of the op's results it is."""
         return tuple(range(len(self.outputs)))
 
@@ -154,35 +155,37 @@ class Site:
 def pointwise_word(lens: Lens, node: Node) -> str | None:
     """The word of kernels/pointwise.py that `node` computes exactly, or None."""
     word = lens.kind(node)
-    kwargs = dict(node.kwargs)
+    args, kwargs = without_inplace(node) if node in lens.updates else (node.args, dict(node.kwargs))
     if word == "gelu":
-        approximate = kwargs.pop("approximate", node.args[1] if len(node.args) > 1 else "none")
+        approximate = kwargs.pop("approximate", args[1] if len(args) > 1 else "none")
         return None if kwargs else {"none": "gelu", "tanh": "gelu_tanh"}.get(approximate)
     if word == "pow":
-        power = node.args[1] if len(node.args) == 2 else None
+        power = args[1] if len(args) == 2 else None
         return {2: "square", 3: "cube", 0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}.get(power) \
             if isinstance(power, (int, float)) and not kwargs else None
     if word == "rsub":
-        return "sub" if not kwargs and len(node.args) == 2 else None
+        return "sub" if not kwargs and len(args) == 2 else None
     if word not in POINTWISE:
         return None
     if kwargs.pop("alpha", 1) != 1 or kwargs.pop("inplace", False) or kwargs:
         return None
-    return word if len(node.args) == POINTWISE[word].arity else None
+    return word if len(args) == POINTWISE[word].arity else None
 
 
 def pointwise_args(lens: Lens, node: Node) -> tuple:
     """The operands of a pointwise node in the order of its word."""
+    args = without_inplace(node)[0] if node in lens.updates else node.args
     if lens.kind(node) == "rsub":
-        return (node.args[1], node.args[0])
-    return tuple(node.args[:1]) if lens.kind(node) in ("pow", "gelu") else tuple(node.args)
+        return (args[1], args[0])
+    return tuple(args[:1]) if lens.kind(node) in ("pow", "gelu") else tuple(args)
 
 
 class Assembler:
     """Writes the region of a set of nodes (see `assemble`)."""
 
     def __init__(self, lens: Lens, norms: Sequence[Norm], interior: frozenset[Node],
-                 result: Node, regroup: Node | None, composites: Sequence[Composite]):
+                 result: Node, regroup: Node | None, composites: Sequence[Composite], expands: bool):
+        self.expands = expands
         self.lens, self.interior, self.regroup = lens, interior, regroup
         self.composites = {composite.out: composite for composite in composites}
         self.norms = {norm.out: norm for norm in norms if norm.op}
@@ -205,7 +208,7 @@ class Assembler:
         self.scalar_names: list[str] = []
         self.lines: list[Line] = []
         self.memo: dict = {}
-        self.steps: dict[Node, Step] = {}
+        self.steps: dict = {}
         self.dtypes: dict[str, str] = {}
 
     def emit(self, node: Node, steps: tuple[Step, ...] = ()) -> str:
@@ -248,6 +251,10 @@ class Assembler:
             if fake is not None:
                 if not steps or same_shape(fake.shape, self.lens.tensor(node).shape):
                     return self.emit(arg, steps)
+                shape = self.lens.tensor(node).shape
+                if self.expands and fake.dim() > 1 and all(isinstance(n, int) for n in shape):
+                    step = self.steps.setdefault((arg, tuple(shape)), Step.method("expand", *shape))
+                    return self.emit(arg, (step, *steps))
                 # A view below the norm leaves the lane alone, and so all that has only a lane.
                 if fake.dim() > 1 or not self._below(node):
                     raise Decline("a view is taken of a broadcast operand", arg)
@@ -422,16 +429,18 @@ def layout_order(node: Node, fake: torch.Tensor) -> tuple[int, ...]:
 
 def assemble(lens: Lens, pattern: str, norms: Sequence[Norm], interior: frozenset[Node],
              outputs: Sequence[Node], regroup: Node | None = None,
-             composites: Sequence[Composite] = ()) -> Site:
+             composites: Sequence[Composite] = (), expands: bool = False) -> Site:
     """The site that replaces `interior` and yields `outputs` (nodes of it).
 
     `regroup` is a reshape inside, above the norm: the region works on the shape before it, and the
     reshape is done on the (contiguous) results instead. `composites` are the lane ops inside.
+    `expands`: where a view is taken of a broadcast operand, it is taken of the operand expanded, if sizes
+    are static.
 
     Raises:
         Decline: where the nodes have no exact region, with the node that is in the way.
     """
-    builder = Assembler(lens, norms, interior, outputs[0], regroup, composites)
+    builder = Assembler(lens, norms, interior, outputs[0], regroup, composites, expands)
     written = []
     finish: tuple[Step, ...] = ()
     if regroup is not None:

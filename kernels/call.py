@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from .codegen import generate
-from .launch import Offline, launch_facts, runs_reference
+from .launch import launch_facts, runs_reference
 from .layout import Layout, Unsupported, layout
+from .offline import Offline
 from .region import NormRegion
 from .source import KernelSource
 from .targets import Target, target_for
@@ -27,6 +28,7 @@ class Call:
     soc: the NPU's, where the device is not to be asked for it.
     scalars: values of the region's scalars, None for one that only run time knows; None where the call
     is of no model.
+    places: strides of outputs that exist already; None where the call makes its own.
     """
 
     region: NormRegion
@@ -35,6 +37,7 @@ class Call:
     device: torch.device
     soc: str | None = None
     scalars: tuple[float | None, ...] | None = None
+    places: tuple[tuple[int, ...], ...] | None = None
 
     def target(self) -> Target:
         """The rules for `soc`, else for the device; where that cannot be asked, for DEFAULT_SOC."""
@@ -47,7 +50,7 @@ class Call:
 
     def walk(self, target: Target) -> Layout:
         """How a kernel for `target` walks the call. Unsupported where none can."""
-        return layout(self.region, self.shapes, self.strides, target.units)
+        return layout(self.region, self.shapes, self.strides, target.units, self.places)
 
     def candidates(self, soc: str) -> Iterator[Offline]:
         """The kernels for an NPU of that SoC, best first: the next is used where a compiler runs out of

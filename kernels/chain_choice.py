@@ -6,22 +6,28 @@ word and the text of block shapes: it counts only when both are among what would
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 
-from .compiling import CompileTimeout
+from .compiling import CompileTimeout, settle
 from .guard import _words, device_lost, out_of_memory
 from .layout import Unsupported
-from .measure import device_microseconds, host_microseconds, may_measure
+from .measure import device_microseconds, host_microseconds, machine, may_measure
 from .store import Store
 
 LIBRARY, ONE_KERNEL = "library", "one kernel"
 
 #: A kernel must beat the library by this factor: below it, the difference is noise.
 MARGIN = 1.02
+
+#: Seconds that one segment may take on a first call: to wait for its kernels' compiler, all together, and to
+#: measure them. What is left then is not tried.
+COMPILE_SECONDS, MEASURE_SECONDS = 4.0, 0.3
 
 _store = Store("chains")
 
@@ -65,6 +71,7 @@ class Question:
             there is no kernel with them.
         unsupported: why there is no kernel, or None.
         configs: the block shapes worth measuring.
+        begin: begin to compile the kernel with these block shapes in the background; raises as `by_kernel`.
     """
 
     text: str
@@ -74,6 +81,7 @@ class Question:
     by_kernel: Callable[[object], Sequence[torch.Tensor]]
     unsupported: str | None
     configs: Callable[[], Sequence[object]]
+    begin: Callable[[object], None] = lambda config: None
 
 
 def choose(question: Question) -> Choice:
@@ -81,7 +89,7 @@ def choose(question: Question) -> Choice:
     if question.unsupported is not None:
         return Choice(LIBRARY, reason=question.unsupported)
     configs = question.configs()
-    key = _key(question)
+    key = _key(question.text, question.device, question.rows)
     known = _stored(key, configs)
     if known is not None:
         return known
@@ -102,6 +110,16 @@ def choose(question: Question) -> Choice:
     return choice
 
 
+def worth_compiling(text: str, device: torch.device, rows: int,
+                    configs: Sequence[object]) -> Sequence[object]:
+    """Those of `configs` whose kernels a Question with this text will want: the one that was chosen before,
+    or all."""
+    known = _stored(_key(text, device, rows), configs)
+    if known is None:
+        return configs if may_measure(device) else ()
+    return () if known.config is None else (known.config,)
+
+
 def _measured(question: Question, configs: Sequence[object]) -> Choice:
     """The fastest of the ways that run and give the library's results. A kernel that fails in any way is
     dropped; what the library raises is raised."""
@@ -116,17 +134,29 @@ def _measured(question: Question, configs: Sequence[object]) -> Choice:
         lasting = lasting and isinstance(error, Unsupported)
         dropped.append(f"{config}: {_reason(error)}")
 
+    for config in configs:
+        with suppress(Exception):  # `by_kernel` fails in the same way
+            question.begin(config)
     with torch.no_grad():
         wanted = question.by_library()
+        settle(COMPILE_SECONDS)  # compilers that run beside it would slow the host down
         times[LIBRARY] = best = device_microseconds(question.by_library, question.device)
         way, chosen = LIBRARY, None
-        for config in configs:
+        compiling, measuring = _Budget(COMPILE_SECONDS), _Budget(MEASURE_SECONDS)
+        for number, config in enumerate(configs):
+            if spent := "compiling" if compiling.over else "measuring" if measuring.over else "":
+                dropped.append(f"{len(configs) - number} more not tried: {spent} the others took too long")
+                lasting = lasting and not compiling.over  # another process finds them compiled
+                break
             by_kernel = partial(question.by_kernel, config)
             try:
-                if not agree(by_kernel(), wanted):
+                with compiling:
+                    right = agree(by_kernel(), wanted)
+                if not right:
                     dropped.append(f"{config}: other results than the library")
                     continue
-                us = times[str(config)] = device_microseconds(by_kernel, question.device)
+                with measuring:
+                    us = times[str(config)] = device_microseconds(by_kernel, question.device)
             except CompileTimeout as error:
                 drop(config, error)
                 dropped.append("no other kernel was tried")  # one is enough to wait for
@@ -150,6 +180,23 @@ def _measured(question: Question, configs: Sequence[object]) -> Choice:
                     dropped.append(f"the kernel keeps the host busy for {host:.1f} us, "
                                    f"the library {library:.1f}")
     return Choice(way, chosen, times, "; ".join(dropped), lasting=lasting)
+
+
+class _Budget:
+    """Seconds that may be spent inside of its contexts, all together."""
+
+    def __init__(self, seconds: float):
+        self.left = seconds
+
+    @property
+    def over(self) -> bool:
+        return self.left <= 0
+
+    def __enter__(self) -> None:
+        self.left += time.monotonic()
+
+    def __exit__(self, *error) -> None:
+        self.left -= time.monotonic()
 
 
 def _reason(error: Exception) -> str:
@@ -189,20 +236,5 @@ def _stored(key: str, configs: Sequence[object]) -> Choice | None:
     return Choice(way, config, times, reason)
 
 
-def _key(question: Question) -> str:
-    return "\n".join((_device(question.device), f"rows {question.rows}", question.text))
-
-
-@lru_cache(maxsize=64)
-def _device(device: torch.device) -> str:
-    """The device and the versions that times depend on."""
-    from importlib.metadata import version
-
-    words = [f"torch {torch.__version__}"]
-    if device.type == "cuda":
-        import triton
-
-        properties = torch.cuda.get_device_properties(device)
-        words = [f"{properties.name}, {properties.multi_processor_count} cores", *words,
-                 f"CUDA {torch.version.cuda}, triton {triton.__version__}"]
-    return ", ".join((*words, f"ascend-ln-fuse {version('ascend-ln-fuse')}"))
+def _key(text: str, device: torch.device, rows: int) -> str:
+    return "\n".join((machine(device), f"rows {rows}", text))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -11,6 +12,7 @@ from .chain import Chain, RegionStage, operand
 from .chain_products import LinearStage, Part, name_of
 from .fused_linear import FusedLinear, GemmTile, Projection, in_a_row
 from .fused_linear import Segment as Fusible
+from .fused_linear_plan import Plan
 
 
 @dataclass(frozen=True)
@@ -68,17 +70,32 @@ class FusedSegment:
         results = self.run.attempt(self._row(values), self._scalars(numbers), config)
         return dict(zip(self.names, results, strict=True))
 
-    def bound(self, values: Mapping[str, torch.Tensor], config: GemmTile) -> Callable | None:
-        """`call(values, numbers)` for values laid out as these, by the plan that a call with `config` has
-        made of them; None where there is none, or its kernel is still on trial."""
-        plan = self.run.plan(self._row(values), config)
-        if plan is None:
-            return None
+    def begin(self, values: Mapping, numbers: Mapping[str, float], config: GemmTile) -> None:
+        """Begin to compile, in the background, what `attempt` on such values (likenesses do) runs.
 
-        def call(values, numbers):
-            return zip(self.names, plan(self._row(values), (), self._scalars(numbers)))
+        Raises:
+            Unsupported: no kernel serves them.
+        """
+        self.run.begin(self._row(values), self._scalars(numbers), config)
 
-        return call
+    def plan(self, values: Mapping[str, torch.Tensor], config: GemmTile) -> Plan | None:
+        """What a call with `config` runs on values laid out as these; None where that is not a kernel, or one
+        that is still on trial."""
+        return self.run.plan(self._row(values), config)
+
+    @cached_property
+    def row(self) -> tuple[tuple, ...]:
+        """The kernel's tensors in its order: what each is, and the dim along which a Part is one."""
+        first = [self.value] if self.norm is None else self.norm.args
+        return (*((ref, -1) for ref in first),
+                *((ref, 1 if flip else 0) for ref, flip in zip(self.weights, self.transposed)),
+                *((ref, 0) for ref in self.biases if ref is not None), *((ref, -1) for ref in self.extra))
+
+    @property
+    def scalars(self) -> tuple[str, ...]:
+        """The kernel's numbers, in its order."""
+        return tuple(name for stage in (self.norm, self.pointwise) if stage is not None
+                     for name in stage.scalars)
 
     def _row(self, values: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """The kernel's tensors, in its order."""
@@ -86,7 +103,7 @@ class FusedSegment:
 
     def _scalars(self, numbers: Mapping[str, float]) -> list[float]:
         """The kernel's numbers, in its order."""
-        return [*self._of(self.norm, numbers), *self._of(self.pointwise, numbers)]
+        return [numbers[name] for name in self.scalars]
 
     @staticmethod
     def _of(stage: RegionStage | None, numbers: Mapping[str, float]) -> list[float]:

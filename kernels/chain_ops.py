@@ -20,7 +20,7 @@ from .chain_backward import chain_gradients
 from .chain_text import parse_chain
 from .chain_ways import ChainRunner
 from .launch import runs_reference
-from .ops import no_tangents, region_fake
+from .ops import TAGS, no_tangents, region_fake
 from .settings import DEFAULT_SELF_CHECK
 
 
@@ -38,10 +38,9 @@ def chain_call(chain: Chain, self_check: str = DEFAULT_SELF_CHECK,
 
     def fused(*args):
         inputs, scalars = args[:count], args[count:]
-        if args[0].device.type == "cpu" and runs_reference(args[0].device) or \
-                forward_ad._current_level >= 0:
+        if forward_ad._current_level >= 0 or args[0].is_cpu and runs_reference(args[0].device):
             results = tuple(evaluate(chain, inputs, scalars).values())
-        elif torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        elif torch.is_grad_enabled() and any([x.requires_grad for x in inputs]):
             results = _Chain.apply(run, scalars, *inputs)
         else:
             results = run(inputs, scalars)
@@ -78,7 +77,7 @@ class _Chain(torch.autograd.Function):
 
 _LIBRARY = torch.library.Library("ascend_ln_fuse", "FRAGMENT")
 _LIBRARY.define("chain(str text, Tensor[] inputs, float[] scalars, *, "
-                f"str self_check='{DEFAULT_SELF_CHECK}') -> Tensor[]")
+                f"str self_check='{DEFAULT_SELF_CHECK}') -> Tensor[]", tags=TAGS)
 
 
 def _chain(text, inputs, scalars, *, self_check=DEFAULT_SELF_CHECK):

@@ -124,9 +124,9 @@ class LinearStage(Product):
         """`[..., K]` -> `[..., N]`."""
         if not self.transposed:
             return F.linear(value, weight, bias)
-        rows = value.reshape(-1, value.shape[-1])
+        rows = value if value.dim() == 2 else value.reshape(-1, value.shape[-1])
         product = torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
-        return product.view(self.shape(value, weight, bias))
+        return product if rows is value else product.view(self.shape(value, weight, bias))
 
     def shape(self, value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple:
         return (*value.shape[:-1], weight.shape[1 if self.transposed else 0])

@@ -17,19 +17,26 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from .chain import Chain, RegionStage, walk, words_of
-from .chain_choice import LIBRARY, Choice, Question, choose
+from .chain_choice import LIBRARY, Choice, Question, choose, worth_compiling
 from .chain_fused import FusedSegment, fused_segment
 from .chain_products import LinearStage, Product
-from .fused_linear import FusedLinear, layouts
+from .chain_program import Step, program, written_over
+from .fused_linear import FusedLinear
 from .fused_linear_check import SegmentRecord
 from .launch import MAX_PLANS
+from .layout import Unsupported
+from .likeness import Likeness
 from .ops import runner
+from .recent import Recent, layouts
+from .reference import TORCH_DTYPES
+from .region import broadcast_sizes
 from .settings import DEFAULT_SELF_CHECK
 
 #: Rows above which no other way than the library is tried: the product itself is the time then.
@@ -86,8 +93,11 @@ class ChainRunner:
         """`decide` answers which way a segment takes (tests: without measuring)."""
         self.chain, self.segments = chain, segments(chain)
         self.choices: dict[tuple, Choice] = {}
-        #: layout of the inputs -> the calls of all segments, where each is one kernel
-        self._bound: dict[tuple, list[Callable]] = {}
+        #: layout of the inputs -> (what runs the whole chain on them, its kernels); and those of the latest
+        self._bound: dict[tuple, tuple[Callable, list[Callable]]] = {}
+        self._recent = Recent()
+        #: for each segment, whether it is one kernel -> what runs the chain so, see `program`
+        self._programs: dict[tuple[bool, ...], tuple[Callable, list[bool]]] = {}
         self._decide = decide
         self._lock = threading.RLock()
         #: how often a segment has lost its kernel: what was bound before that is not used after it
@@ -119,44 +129,120 @@ class ChainRunner:
         with self._lock:
             self._rejections += 1
             self._bound.clear()
+            self._recent.clear()
             for key in [key for key in self.choices if key[0] == number]:
                 del self.choices[key]
 
     def __call__(self, inputs: Sequence[torch.Tensor],
                  scalars: Sequence[float] = ()) -> tuple[torch.Tensor, ...]:
         """The outputs of the chain, new tensors."""
-        return tuple(self.values(inputs, scalars).values())
+        pointers = [x.data_ptr() for x in inputs]
+        found = self._recent.find(inputs, pointers)
+        if found is None:
+            key = layouts(inputs)
+            found = self._bound.get(key)
+            if found is None:
+                return self._first(key, inputs, scalars)
+            with self._lock:
+                if self._bound.get(key) is found:
+                    self._recent.add(inputs, pointers, found)
+        run, kernels = found
+        return run(kernels, inputs, scalars)
 
     def values(self, inputs: Sequence[torch.Tensor], scalars: Sequence[float],
-               keep: Sequence[str] = ()) -> dict[str, torch.Tensor]:
-        """The chain's outputs and the values of `keep`, by name. With `keep`, the library runs: the
-        other ways never write a product to memory."""
-        values = dict(zip(self.chain.inputs, inputs))
-        numbers = dict(zip(self.chain.scalars, scalars))
-        if self._bound and not keep:  # nothing is bound where the library runs: no key is made for it
-            known = self._bound.get(layouts(inputs))
-            if known is not None:
-                return self._run_bound(known, values, numbers)
-        bound: list[Callable] | None = []
+               keep: Sequence[str]) -> dict[str, torch.Tensor]:
+        """The chain's outputs and the values of `keep`, by name. The library runs: the other ways never write
+        a product to memory."""
+        values, numbers = self._named(inputs, scalars)
+        for number in range(len(self.segments)):
+            self._library(number, values, numbers, keep)
+        return {name: values[name] for name in dict.fromkeys((*self.chain.outputs, *keep))}
+
+    def _named(self, inputs, scalars) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        return dict(zip(self.chain.inputs, inputs)), dict(zip(self.chain.scalars, scalars))
+
+    def _first(self, key: tuple, inputs, scalars) -> tuple[torch.Tensor, ...]:
+        """A call with a layout for which nothing is bound: chooses, and binds what can be bound."""
+        values, numbers = self._named(inputs, scalars)
         rejections = self._rejections
+        plans: list[tuple | None] = []  # for each segment, its kernel and block shapes; None: the library
+        final = True
         for number, fused in enumerate(self._fused):
-            choice = None
-            if fused is not None and not keep:
-                choice = self._choice(number, fused, values, numbers)
+            choice = None if fused is None else self._choice(number, fused, values, numbers)
             if choice is None or choice.way == LIBRARY:
-                self._library(number, values, numbers, keep)
-                bound = None
+                self._library(number, values, numbers)
+                plans.append(None)
             else:
-                before = dict(values)
-                self._one_kernel(number, fused.call, choice.config, values, numbers)
-                bound = self._with(bound, number, before, choice)
-        if bound:
+                self._norm_ahead(number, values, numbers)
+                values.update(fused.call(values, numbers, choice.config))
+                plans.append((fused.plan(values, choice.config), choice.config))
+                final = final and plans[-1][0] is not None
+                self._drop(number, values)
+            final = final and (choice is None or choice.final)
+        if final:
+            found = self._bind(plans)
             with self._lock:
                 if len(self._bound) >= MAX_PLANS:
                     self._bound.clear()
                 if rejections == self._rejections:
-                    self._bound[layouts(inputs)] = bound
-        return {name: values[name] for name in dict.fromkeys((*self.chain.outputs, *keep))}
+                    self._bound[key] = found
+        return tuple([values[name] for name in self.chain.outputs])
+
+    def _bind(self, plans: Sequence[tuple | None]) -> tuple[Callable, list[Callable]]:
+        """What runs the chain with these plans of its segments; see `_first`."""
+        ways = tuple(plan is not None for plan in plans)
+        known = self._programs.get(ways)
+        if known is None:
+            steps = [self._step(number, way) for number, way in enumerate(ways)]
+            known = self._programs[ways] = program(self.chain, steps, self._runners, self._over)
+        run, implied = known
+        alone = [(fused.run, *plan) for fused, plan in zip(self._fused, plans) if plan is not None]
+        return run, [plan if sure else partial(kernel.in_row, config)
+                     for (kernel, plan, config), sure in zip(alone, implied)]
+
+    def _step(self, number: int, one_kernel: bool) -> Step:
+        segment, fused = self.segments[number], self._fused[number]
+        if not one_kernel:
+            return Step(self._stages[number])
+        return Step([(segment.norm, ())] if _norm_alone(segment, fused) else [], fused, self._gone[number])
+
+    def expect(self, inputs: Sequence[Likeness], keep: Sequence[str] = ()) -> None:
+        """Begin to compile, in the background, what a call of `values` on such tensors will need: the kernels
+        of all regions and, where a segment is to be measured, those that it is measured with."""
+        values: dict = dict(zip(self.chain.inputs, inputs))
+        numbers = dict.fromkeys(self.chain.scalars, 1.0)
+        names = [name for stage in self.chain.stages for name in stage.names]
+        for number, fused in enumerate(self._fused):
+            walk(self._stages[number], values, numbers, partial(self._expect_region, keep), _expected_product,
+                 keep=names)
+            if fused is not None and not keep:
+                self._expect_kernels(number, fused, values, numbers)
+
+    def _expect_region(self, keep: Sequence[str], stage: RegionStage, args: Sequence[Likeness],
+                       scalars: Sequence[float]) -> Sequence[Likeness]:
+        run, region = self._runners[stage.names], stage.region
+        target = self._over[stage.names]
+        if target is not None and target not in keep:
+            buffer = args[stage.args.index(target)]
+            if buffer.is_contiguous():  # as chain_program.written_over
+                run.expect(args, (buffer,))
+                return (buffer,)
+        run.expect(args)
+        sizes = broadcast_sizes(region, [x.shape for x in args])
+        return [Likeness.dense(sizes, TORCH_DTYPES[out.dtype], args[0].device, out.order)
+                for out in region.outputs]
+
+    def _expect_kernels(self, number: int, fused: FusedSegment, values: dict, numbers: dict) -> None:
+        """What segment `number` is measured with, or what that has chosen before."""
+        place = self._place(number, fused, values)
+        if place is None or place.key in self.choices:
+            return
+        sizes, unsupported, configs = fused.about(values, place.rows, place.device)
+        if unsupported is not None:
+            return
+        for config in worth_compiling(self._text(fused, sizes), place.device, place.bucket, configs()):
+            with suppress(Unsupported, ImportError):
+                fused.begin(values, numbers, config)
 
     def _library(self, number: int, values: dict, numbers: dict, keep: Sequence[str] = ()) -> None:
         walk(self._stages[number], values, numbers, partial(self._region, keep), keep=keep)
@@ -177,28 +263,8 @@ class ChainRunner:
         """A region by its kernel, over an input where that may be."""
         run, target = self._runners[stage.names], self._over[stage.names]
         if target is not None and target not in keep:
-            buffer = args[stage.args.index(target)]
-            if buffer.is_contiguous():
-                run.into(args, scalars, (buffer,))
-                return (buffer,)
+            return written_over(run, args, scalars, stage.args.index(target))
         return run(args, scalars)
-
-    def _with(self, bound: list[Callable] | None, number: int, before: dict,
-              choice: Choice) -> list[Callable] | None:
-        """`bound` and segment `number` on values laid out as these; None where it cannot be bound."""
-        fused = self._fused[number]
-        if bound is None or not choice.final or _norm_alone(self.segments[number], fused):
-            return None
-        call = fused.bound(before, choice.config)
-        return None if call is None else [*bound, call]
-
-    def _run_bound(self, bound: Sequence[Callable], values: dict, numbers: dict) -> dict[str, torch.Tensor]:
-        """All segments as one kernel each, on inputs of a layout that was met before: what lies between
-        them is laid out as it was then."""
-        for number, call in enumerate(bound):
-            values.update(call(values, numbers))
-            self._drop(number, values)
-        return {name: values[name] for name in self.chain.outputs}
 
     def ways(self) -> tuple[str, ...]:
         """What was chosen so far, in words: for each segment and each number of rows a line."""
@@ -230,6 +296,19 @@ class ChainRunner:
     def _choice(self, number: int, fused: FusedSegment, values: dict, numbers: dict) -> Choice | None:
         """Which way segment `number` takes on these values; None for the library, where nothing else is
         worth asking for."""
+        place = self._place(number, fused, values)
+        if place is None:
+            return None
+        choice = self.choices.get(place.key)
+        if choice is None:
+            choice = self._ask(number, fused, values, numbers, place)
+            if choice.final:
+                with self._lock:
+                    self.choices[place.key] = choice
+        return choice
+
+    def _place(self, number: int, fused: FusedSegment, values: dict) -> _Place | None:
+        """Where the choice for segment `number` on these values is kept; None where there is none to make."""
         segment = self.segments[number]
         first = values[self._whole[number]]
         rows = first.numel() // first.shape[-1] if first.shape[-1] else 0
@@ -238,15 +317,14 @@ class ChainRunner:
         bucket = 1 << (rows - 1).bit_length()
         read = segment.norm.reads if segment.norm is not None else (fused.value,)
         key = (number, first.get_device(), bucket, *[values[name].stride() for name in read])
-        choice = self.choices.get(key)
-        if choice is None:
-            choice = self._ask(number, fused, values, numbers, first.device, rows, bucket)
-            if choice.final:
-                with self._lock:
-                    self.choices[key] = choice
-        return choice
+        return _Place(key, first.device, rows, bucket)
 
-    def _ask(self, number, fused, values, numbers, device, rows, bucket) -> Choice:
+    @staticmethod
+    def _text(fused: FusedSegment, sizes: str) -> str:
+        # The text of a segment without a norm names no sizes: those of its weights belong to the question.
+        return f"{fused.run.segment.text}\n{sizes}"
+
+    def _ask(self, number: int, fused: FusedSegment, values: dict, numbers: dict, place: _Place) -> Choice:
         ready = dict(values)
         values = dict(values)  # as they are now, however often the ways are tried
         self._norm_ahead(number, ready, numbers)
@@ -263,10 +341,23 @@ class ChainRunner:
             self._one_kernel(number, fused.attempt, config, found, numbers)
             return [found[name] for name in names]
 
-        # The text of a segment without a norm names no sizes: those of its weights belong to the question.
-        sizes, unsupported, configs = fused.about(ready, rows, device)
-        return self._decide(Question(f"{fused.run.segment.text}\n{sizes}", device, bucket, by_library,
-                                     by_kernel, unsupported, configs))
+        sizes, unsupported, configs = fused.about(ready, place.rows, place.device)
+        return self._decide(Question(self._text(fused, sizes), place.device, place.bucket, by_library,
+                                     by_kernel, unsupported, configs, partial(fused.begin, ready, numbers)))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A number of rows. key: of the choice in a runner; bucket: the rows, rounded up to a power of two."""
+
+    key: tuple
+    device: torch.device
+    rows: int
+    bucket: int
+
+
+def _expected_product(stage: Product, *operands: Likeness | None) -> Likeness:
+    return Likeness.dense(stage.shape(*operands), operands[0].dtype, operands[0].device)
 
 
 def _whole(segment: Segment) -> str | None:

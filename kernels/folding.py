@@ -19,6 +19,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -26,6 +27,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .recent import alike
 from .reference import DTYPE_WORDS
 
 #: Elements of a weight that are widened at a time.
@@ -68,6 +70,8 @@ class _Entry:
         storages: keep the addresses in `states` from being given to other storages.
         result: the copies, or why there are none.
         stream: on which the copies were made.
+        alike: `recent.alike` of the tensors.
+        marks: `_marks` of them.
     """
 
     owner: weakref.ref
@@ -75,11 +79,22 @@ class _Entry:
     storages: tuple[StorageWeakRef, ...]
     result: Folded | str
     stream: int | None
+    alike: Callable[..., bool] | None
+    marks: list[tuple | None]
+
+    def unchanged(self, owner: object, tensors: tuple) -> bool:
+        """Whether `result` is what `owner` asks for, told by a few attributes; False where that takes a
+        closer look."""
+        given = [t for t in tensors if t is not None]
+        return self.alike is not None and self.owner() is owner and len(given) == len(self.storages) and \
+            self.alike(*given) and _marks(tensors) == self.marks
 
 
 #: By the weight's storage, held weakly: a weak reference to the tensor itself would keep
 #: `torch.utils.swap_tensors`, and so `.to()` of some modules, from working.
 _entries: WeakIdKeyDictionary = WeakIdKeyDictionary()
+#: The same by the id of the weight: where to look first, no more.
+_hints: weakref.WeakValueDictionary[int, _Entry] = weakref.WeakValueDictionary()
 _lock = threading.RLock()
 
 
@@ -97,6 +112,9 @@ def fold(owner: object, gamma: torch.Tensor | None, beta: torch.Tensor | None, w
     tensors = (gamma, beta, weight, bias)
     if _capturing(weight.device):
         return CAPTURING
+    hint = _hints.get(id(weight))
+    if hint is not None and hint.unchanged(owner, tensors):
+        return _on_this_stream(hint, weight.device)
     if any(t is not None and type(t) not in _PLAIN for t in tensors):
         return unfoldable(tensors) or UNTRACKED
     with _lock:
@@ -114,8 +132,10 @@ def fold(owner: object, gamma: torch.Tensor | None, beta: torch.Tensor | None, w
                 result = _folded(gamma, beta, weight, bias)
         if states is not None:
             _watch_optimizers()
-            storages = tuple(StorageWeakRef(t.untyped_storage()) for t in tensors if t is not None)
-            _entries[storage] = _Entry(weakref.ref(owner), states, storages, result, _stream(weight.device))
+            given = [t for t in tensors if t is not None]
+            _entries[storage] = _hints[id(weight)] = _Entry(
+                weakref.ref(owner), states, tuple(StorageWeakRef(t.untyped_storage()) for t in given), result,
+                _stream(weight.device), alike(given), _marks(tensors))
         return result
 
 
@@ -172,6 +192,12 @@ def _states(tensors) -> tuple | None:
     return tuple(states)
 
 
+def _marks(tensors) -> list[tuple | None]:
+    """The part of `_states` that is no layout: what `recent.alike` does not see."""
+    return [None if t is None else (t._version, t.data_ptr(), t.untyped_storage()._cdata, t.is_leaf)
+            for t in tensors]
+
+
 def _place(t: torch.Tensor) -> int:
     """Which storage it is: unique among those that live or are held weakly."""
     try:
@@ -221,21 +247,22 @@ def _folded(gamma, beta, weight, bias) -> Folded | str:
 def _capturing(device: torch.device) -> bool:
     if device.type == "cpu":
         return False
+    if device.type == "cuda":
+        return torch.cuda.is_current_stream_capturing()
     asked = getattr(getattr(torch, device.type, None), "is_current_stream_capturing", None)
     return asked is not None and asked()
 
 
 def _stream(device: torch.device) -> int | None:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else None
 
 
 def _on_this_stream(entry: _Entry, device: torch.device) -> Folded | str:
     """The result; the allocator is told of another stream that reads it, for the day when it is dropped."""
-    if entry.stream is not None and isinstance(entry.result, Folded):
+    if isinstance(entry.result, Folded) and _stream(device) != entry.stream:
         stream = torch.cuda.current_stream(device)
-        if stream.cuda_stream != entry.stream:
-            for t in entry.result.tensors:
-                t.record_stream(stream)
+        for t in entry.result.tensors:
+            t.record_stream(stream)
     return entry.result
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 #: Modules with frames that handle tensors in a launch. Those of chains are loaded by the first chain.
-MODULES = ("launch", "guard", "self_check", "reproduction", "record", "compiling", "triton_cache",
-           "directories", "reference", "fused_linear", "fused_linear_plan", "fused_linear_check",
-           "fused_linear_structure", "chain_ways", "chain_fused", "chain_choice", "measure")
+MODULES = ("launch", "recent", "likeness", "launchers", "guard", "self_check", "reproduction", "record",
+           "compiling", "triton_cache", "directories", "reference", "fused_linear", "fused_linear_plan",
+           "fused_linear_check", "fused_linear_structure", "chain_ways", "chain_program", "chain_products",
+           "chain_fused", "chain_choice", "measure")
 
 _skipped: set[str] = set()
 
@@ -33,3 +35,11 @@ def skip_frames() -> None:
         code = found.pop()
         skip_code(code)
         found += [c for c in code.co_consts if hasattr(c, "co_code")]
+
+
+def skip_frames_of(function: Callable) -> None:
+    """The same for a function that was written out as source, if Dynamo is there to meet it."""
+    if "torch._dynamo" in sys.modules:
+        from torch._dynamo.eval_frame import skip_code
+
+        skip_code(function.__code__)

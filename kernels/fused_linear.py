@@ -21,6 +21,8 @@ from .fused_linear_structure import Bound, Projection, Segment, bind, grouped, r
 from .fused_linear_tiles import GemmTile, tiles
 from .launch import MAX_PLANS, runs_reference
 from .layout import Unsupported
+from .likeness import Likeness
+from .recent import Recent, layouts
 from .settings import DEFAULT_SELF_CHECK
 from .targets import Target, target_for
 
@@ -46,6 +48,7 @@ class FusedLinear:
         self.record = record or SegmentRecord()
         self._target, self._rejected = target, rejected
         self._plans: dict[tuple, Callable] = {}
+        self._recent: dict[GemmTile, Recent] = {}  # the plans of the latest calls of `in_row`
         self._lock = threading.Lock()
 
     def __call__(self, norm_inputs: Sequence[torch.Tensor], norm_scalars: Sequence[float],
@@ -74,6 +77,21 @@ class FusedLinear:
             plan = self._make(key, norm_inputs, weights, biases, epilogue_inputs)
         return plan(tensors, (), [*norm_scalars, *epilogue_scalars])
 
+    def in_row(self, config: GemmTile, tensors: Sequence[torch.Tensor], _: object,
+               scalars: Sequence[float]) -> tuple[torch.Tensor, ...]:
+        """As a call, on tensors (see `in_a_row`) and scalars that are in a row already; but for `config`,
+        called as its plans are."""
+        pointers = [x.data_ptr() for x in tensors]
+        recent = self._recent.get(config)
+        plan = recent.find(tensors, pointers) if recent is not None else None
+        if plan is None:
+            key = config, layouts(tensors)
+            plan = self._plans.get(key) or self._make(key, *grouped(self.segment, tensors))
+            with self._lock:
+                if self._plans.get(key) is plan and isinstance(plan, Plan):
+                    self._recent.setdefault(config, Recent()).add(tensors, pointers, plan)
+        return plan(tensors, (), scalars)
+
     def attempt(self, tensors: Sequence[torch.Tensor], scalars: Sequence[float],
                 config: GemmTile) -> tuple[torch.Tensor, ...]:
         """As a call, on tensors and scalars in a row, but by the kernel or not at all: nothing is checked,
@@ -83,17 +101,33 @@ class FusedLinear:
             Unsupported: no kernel serves the tensors, or the device has too little on-chip memory.
             CompileTimeout, or whatever compiling and launching raise.
         """
+        kernel = self._kernel(tensors, config)
+        if kernel is None:
+            raise Unsupported(self.record.fallback() or "nothing to compute")
+        kernel.prepare((), scalars)
+        return kernel(tensors, (), scalars)
+
+    def begin(self, tensors: Sequence[torch.Tensor | Likeness], scalars: Sequence[float],
+              config: GemmTile) -> None:
+        """Begin to compile, in the background, what `attempt` on such tensors runs.
+
+        Raises:
+            Unsupported: no kernel serves them.
+        """
+        kernel = self._kernel(tensors, config)
+        if kernel is not None:
+            kernel.begin(scalars)
+
+    def _kernel(self, tensors: Sequence[torch.Tensor | Likeness], config: GemmTile) -> Plan | None:
+        """The plan of such calls, on trial or not; None where it launches no kernel."""
         key = config, layouts(tensors)
         plan = self._plans.get(key)
         if plan is None:
             plan = self._make(key, *grouped(self.segment, tensors))
         kernel = plan.kernel if isinstance(plan, SegmentGuard) else plan
-        if not isinstance(kernel, Plan):
-            raise Unsupported(self.record.fallback() or "nothing to compute")
-        kernel.prepare((), scalars)
-        return kernel(tensors, (), scalars)
+        return kernel if isinstance(kernel, Plan) else None
 
-    for _method in (__call__, attempt):
+    for _method in (__call__, in_row, attempt):
         _method._torchdynamo_disable = True  # type: ignore[attr-defined]
         _method._torchdynamo_disable_msg = "launches a kernel"  # type: ignore[attr-defined]
     del _method
@@ -199,6 +233,7 @@ class FusedLinear:
         with self._lock:
             first = self.record.reject(device, reason)
             self._plans.clear()
+            self._recent.clear()
         self._rejected()
         return first
 
@@ -213,11 +248,6 @@ def in_a_row(norm_inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor
              epilogue_inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors of a call in the order in which kernels take them; the inverse is `grouped`."""
     return [*norm_inputs, *weights, *[b for b in biases if b is not None], *epilogue_inputs]
-
-
-def layouts(tensors: Sequence[torch.Tensor]) -> tuple:
-    """What of tensors a compiled launch depends on."""
-    return tuple([(x.shape, x.stride(), x.data_ptr() & 15, x.dtype, x.get_device()) for x in tensors])
 
 
 def _check_sizes(bound: Bound) -> None:

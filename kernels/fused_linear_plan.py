@@ -13,11 +13,12 @@ from functools import lru_cache, partial
 import torch
 
 from . import launch
-from .compiling import within_limit
+from .compiling import ahead, within_limit
 from .fused_linear_codegen import generate, generate_ahead, generate_reduction
 from .fused_linear_structure import Bound, Segment, without_norm
 from .fused_linear_tiles import GemmTile
 from .layout import Unsupported, layout
+from .likeness import Likeness
 from .reference import TORCH_DTYPES
 from .region import dense_strides
 from .source import KernelSource, Tile
@@ -45,7 +46,7 @@ class Plan:
     """
 
     def __init__(self, segment: Segment, bound: Bound, tile: GemmTile, target: Target,
-                 tensors: Sequence[torch.Tensor]):
+                 tensors: Sequence[torch.Tensor | Likeness]):
         self.segment, self.bound, self.tile, self.target = segment, bound, tile, target
         self.device, self.ready = tensors[0].device, False
         problem, norm = bound.problem, segment.norm
@@ -78,16 +79,25 @@ class Plan:
             Unsupported: the tile needs more on-chip memory than the device has. Or what the compiler raises.
         """
         if not self.ready:
-            key = self.segment, self.bound, self.tile, self.target, self.device, self.pointers
-            self.ahead, self.products, self.reduction = within_limit(key, partial(self.compile, scalars))
+            self.ahead, self.products, self.reduction = within_limit(*self._job(scalars))
             self.ready = True
+
+    def begin(self, scalars: Sequence[float]) -> None:
+        """Have what `prepare` waits for begin in the background."""
+        if not self.ready:
+            ahead(*self._job(scalars))
+
+    def _job(self, scalars: Sequence[float]) -> tuple[tuple, Callable]:
+        """(what makes two compilations equal, the compilation)."""
+        key = self.segment, self.bound, self.tile, self.target, self.device, self.pointers
+        return key, partial(self.compile, scalars)
 
     def compile(self, scalars: Sequence[float]) -> tuple:
         """The launches, compiled. In a thread of its own: changes no attribute, holds no tensor of a call."""
-        ahead, products, reduction = launches = self._launches()
-        stand_ins = [launch._stand_in(dtype, self.device, at) for dtype, at in self.pointers]
-        self._run(ahead and ahead.compile, products.compile, reduction and reduction.compile,
-                  lambda size, stride, dtype: launch._stand_in(dtype, self.device, 0), stand_ins, scalars)
+        launches = self._launches()
+        stand_ins = [launch.stand_in(dtype, self.device, at) for dtype, at in self.pointers]
+        self._run(*[part and part.compile for part in launches],
+                  lambda size, stride, dtype: launch.stand_in(dtype, self.device), stand_ins, scalars)
         return launches
 
     def _launches(self) -> tuple[Callable | None, Callable, Callable | None]:
@@ -131,6 +141,9 @@ class Plan:
     def _run(self, ahead, products, reduction, empty, tensors, scalars) -> tuple[torch.Tensor, ...]:
         """Every kernel's arguments, each handed to what launches, or compiles, that kernel."""
         outputs = [empty(*spec) for spec in self.outputs]
+        if ahead is None and reduction is None:  # one kernel: all tensors, as they stand in the row
+            products([*tensors, *outputs], scalars)
+            return tuple(outputs)
         stored, results = outputs[:self.stored], outputs[self.stored:]
         inputs, rest = tensors[:self.inputs], tensors[self.inputs:]
         weights, more = rest[:self.weights], rest[self.weights:]
@@ -185,7 +198,7 @@ class _Interpreted:
                  integers: Sequence[int], **options):
         self.source, self.grid, self.integers = source, grid, integers
 
-    def compile(self, tensors: Sequence[torch.Tensor], scalars: Sequence[float]) -> None:
+    def compile(self, tensors: Sequence[Likeness], scalars: Sequence[float]) -> None:
         launch._function(self.source)
 
     def __call__(self, tensors: Sequence[torch.Tensor], scalars: Sequence[float]) -> None:
@@ -206,11 +219,11 @@ class _Cuda:
         self.launch = None
         self.stream = torch._C._cuda_getCurrentRawStream
 
-    def compile(self, tensors: Sequence[torch.Tensor], scalars: Sequence[float]) -> None:
-        """Have Triton compile for tensors like these, without launching."""
+    def compile(self, tensors: Sequence[Likeness], scalars: Sequence[float]) -> None:
+        """Have Triton compile for tensors like these, without launching; see `launch.warm_up`."""
         arguments = [*tensors, *self.integers, *map(float, scalars)]
-        with torch.cuda.device(self.index), launch._compile_lock(self.source):
-            _fitting(lambda: launch._jit(self.source).warmup(*arguments, grid=self.grid, **self.options))
+        _fitting(lambda: launch.warm_up(self.source, arguments, self.grid, self.options,
+                                        torch.cuda.device(self.index), launcher=True))
 
     def __call__(self, tensors: Sequence[torch.Tensor], scalars: Sequence[float]) -> None:
         if self.launch is None:
@@ -220,7 +233,8 @@ class _Cuda:
 
     def first(self, tensors, scalars) -> None:
         arguments = [*tensors, *self.integers, *map(float, scalars)]
-        compiled = _fitting(lambda: launch._jit(self.source)[self.grid](*arguments, **self.options))
+        compiled = _fitting(lambda: with_safe_cache(
+            lambda: launch._jit(self.source)[self.grid](*arguments, **self.options)))
         self.function, self.metadata = compiled.function, compiled.packed_metadata
         self.launch = compiled.run
 
@@ -228,7 +242,7 @@ class _Cuda:
 def _fitting(call: Callable):
     """`call()` of Triton's; Unsupported where a kernel needs more on-chip memory than there is."""
     try:
-        return with_safe_cache(call)
+        return call()
     except Exception as error:
         # Triton's own class, which must not be imported where there is no Triton.
         if type(error).__name__ != "OutOfResources":

@@ -52,9 +52,6 @@ class GemmTile:
         return ", ".join(words)
 
 
-#: How many tiles `tiles` proposes at most.
-PROPOSED = 6
-
 #: Bytes of shared memory and fp32 sums that one program can hold (Hopper; Ampere has 163 KiB, and its
 #: compiler refuses the tiles that are too large there).
 SHARED_BYTES = 227 * 1024
@@ -89,9 +86,13 @@ MANY = tuple(GemmTile(*shape) for shape in (
 
 def tiles(m: int, n: int, k: int, joint: int, norm: bool, cores: int) -> tuple[GemmTile, ...]:
     """The tiles worth measuring, best guess first, for `m` rows of `k` elements and `n` features: those
-    of all projections together, of which `joint` share an epilogue. `norm`: there is one in front."""
+    of all projections together, of which `joint` share an epilogue. `norm`: there is one in front.
+
+    As many as it takes: in benchmarks/ffn_chain.py on an H200 the fastest of six was the first for 128 rows,
+    one of the first three for 16, and any for one row.
+    """
     n = -(-n // joint)
-    shapes = VECTOR if m == 1 else FEW if m <= 16 else MANY
+    shapes, most = (VECTOR, 6) if m == 1 else (FEW, 4) if m <= 16 else (MANY, 3)
     longest = max(LEAST_DEPTH, 1 << (k - 1).bit_length())
     found = []
     for tile in shapes:
@@ -104,7 +105,7 @@ def tiles(m: int, n: int, k: int, joint: int, norm: bool, cores: int) -> tuple[G
             found.append(replace(tile, split=split))
             split *= 2
     found.sort(key=lambda tile: _cost(tile, m, n, k, joint, cores))
-    return tuple(dict.fromkeys(found))[:PROPOSED]
+    return tuple(dict.fromkeys(found))[:most]
 
 
 def _fits(tile: GemmTile, joint: int) -> bool:

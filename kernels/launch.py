@@ -14,16 +14,18 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import torch
 
+from . import launchers
 from .codegen import generate
-from .compiling import within_limit
+from .compiling import ahead, within_limit
 from .frames import skip_frames
 from .guard import Guard
 from .layout import Layout, Unsupported, layout
+from .likeness import Likeness
+from .recent import Recent, layouts
 from .record import Record
 from .reference import TORCH_DTYPES, reference
 from .region import NormRegion, broadcast_sizes, dense_strides
@@ -67,6 +69,8 @@ class Runner:
         self.record = Record()
         self._target = target
         self._plans: dict[tuple, Callable] = {}
+        #: the plans of the latest calls; and of those of `over`, by the number of the input
+        self._recent, self._recent_over = Recent(), tuple(Recent() for _ in region.inputs)
         if "torch._dynamo" in sys.modules:
             skip_frames()
 
@@ -85,11 +89,13 @@ class Runner:
             ValueError, or what torch raises in the reference: inputs that do not fit the region.
         """
         pointers = [x.data_ptr() for x in inputs]
-        key = tuple([(x.shape, x.stride(), p & 15, x.dtype, x.get_device())
-                     for x, p in zip(inputs, pointers)])
-        plan = self._plans.get(key)
+        plan = self._recent.find(inputs, pointers)
         if plan is None:
-            return self._first(key, inputs, pointers, scalars)
+            key = layouts(inputs)
+            plan = self._plans.get(key)
+            if plan is None:
+                return self._first(key, inputs, pointers, scalars)
+            self._remember(self._recent, key, inputs, pointers, plan)
         return plan(inputs, pointers, scalars)
 
     def into(self, inputs: Sequence[torch.Tensor], scalars: Sequence[float],
@@ -101,22 +107,57 @@ class Runner:
         Raises:
             ValueError: an output's shape or dtype is wrong.
         """
-        tensors = [*inputs, *outputs]
-        pointers = [x.data_ptr() for x in tensors]
-        key = ("into", *[(x.shape, x.stride(), p & 15, x.dtype, x.get_device())
-                         for x, p in zip(tensors, pointers)])
+        pointers = [x.data_ptr() for x in inputs]
+        key = ("into", *layouts((*inputs, *outputs)))
         plan = self._plans.get(key)
         if plan is None:
-            self._first(key, inputs, pointers[:len(inputs)], scalars, outputs)
+            self._first(key, inputs, pointers, scalars, outputs)
         else:
-            plan(inputs, pointers[:len(inputs)], scalars, outputs)
+            plan(inputs, pointers, scalars, outputs)
+
+    def over(self, inputs: Sequence[torch.Tensor], scalars: Sequence[float], number: int) -> None:
+        """`into` with input `number` as the one output."""
+        pointers = [x.data_ptr() for x in inputs]
+        outputs, recent = (inputs[number],), self._recent_over[number]
+        plan = recent.find(inputs, pointers)
+        if plan is None:
+            key = ("into", *layouts((*inputs, *outputs)))
+            plan = self._plans.get(key)
+            if plan is None:
+                self._first(key, inputs, pointers, scalars, outputs)
+                return
+            self._remember(recent, key, inputs, pointers, plan)
+        plan(inputs, pointers, scalars, outputs)
+
+    def expect(self, inputs: Sequence[Likeness], outputs: Sequence[Likeness] | None = None) -> None:
+        """Begin to compile, in the background, what a call with such tensors (`into`, with such `outputs`)
+        runs first. It waits for the rest; one whose tensors are others compiles as if nothing had been said.
+        What fails is told by calls alone."""
+        key = layouts(inputs) if outputs is None else ("into", *layouts([*inputs, *outputs]))
+        device = inputs[0].device
+        if key in self._plans or device in self.record.rejected or \
+                self._target is None and runs_reference(device):
+            return
+        with contextlib.suppress(Unsupported, ImportError):
+            plan = self._plan(inputs, outputs)
+            if isinstance(plan, _Kernel):
+                plan.begin([x.data_ptr() for x in inputs], [1.0] * len(self.region.scalars), outputs)
 
     # Dynamo, should it meet a Runner, calls it instead of tracing into it. `torch.compiler.disable`
     # would say the same with a wrapper that costs microseconds a call.
-    for _method in (__call__, into):
+    for _method in (__call__, into, over):
         _method._torchdynamo_disable = True  # type: ignore[attr-defined]
         _method._torchdynamo_disable_msg = "launches a kernel"  # type: ignore[attr-defined]
     del _method
+
+    def _remember(self, recent: Recent, key: tuple, inputs, pointers, plan: Callable) -> None:
+        with _LOCK:
+            if self._plans.get(key) is plan:  # no other thread has put another in its place
+                recent.add(inputs, pointers, plan)
+
+    def _forget(self) -> None:
+        for recent in (self._recent, *self._recent_over):
+            recent.clear()
 
     def _first(self, key: tuple, inputs, pointers, scalars, outputs=None):
         """The first call with a key: makes the plan, keeps it and runs it."""
@@ -146,22 +187,27 @@ class Runner:
                 if x.shape != space or x.dtype != TORCH_DTYPES[out.dtype] or x.device != device:
                     raise ValueError(f"{out}: expected {out.dtype}{list(space)} on {device}, got "
                                      f"{x.dtype}{list(x.shape)} on {x.device}")
-        target = self._target
-        if target is None and runs_reference(device):
+        if self._target is None and runs_reference(device):
             return self.reference_plan
         if device in self.record.rejected:
             return self.declined(self.record.rejected[device])
         try:
-            if any(x.device != device for x in inputs):
-                raise Unsupported("inputs on different devices")
-            target = target or target_for(device)
-            walk = layout(region, [x.shape for x in inputs], [x.stride() for x in inputs],
-                          target.units, outputs and [x.stride() for x in outputs])
-            if 0 in walk.space:
-                return _Empty(region, walk, device)
-            return _PLANS[target.backend](region, walk, target, device)
+            return self._plan(inputs, outputs)
         except (Unsupported, ImportError) as why:
             return self.declined(str(why))
+
+    def _plan(self, inputs: Sequence[torch.Tensor | Likeness],
+              outputs: Sequence[torch.Tensor | Likeness] | None) -> Callable:
+        """The plan of a kernel. Unsupported, ImportError: there is none."""
+        region, device = self.region, inputs[0].device
+        if any(x.device != device for x in inputs):
+            raise Unsupported("inputs on different devices")
+        target = self._target or target_for(device)
+        walk = layout(region, [x.shape for x in inputs], [x.stride() for x in inputs],
+                      target.units, outputs and [x.stride() for x in outputs])
+        if 0 in walk.space:
+            return _Empty(region, walk, device)
+        return _PLANS[target.backend](region, walk, target, device)
 
     def declined(self, reason: str) -> Callable:
         """The plan of a call that no kernel serves, for `reason`."""
@@ -173,12 +219,14 @@ class Runner:
         with _LOCK:
             if self._plans.get(key) is old:
                 self._plans[key] = new
+                self._forget()
 
     def reject(self, device: torch.device, reason: str) -> bool:
         """Run the reference on `device` from now on. False where that was so already."""
         with _LOCK:
             first = self.record.reject(device, reason)
             self._plans.clear()  # those that are still right are made again
+            self._forget()
             return first
 
     def reference_plan(self, inputs, pointers, scalars, outputs=None):
@@ -245,6 +293,19 @@ class _Kernel(_Outputs):
         """
         if self.ready:
             return
+        source, self.options = within_limit(*self._job(pointers, scalars, outputs))
+        self.take(source)
+        self.ready = True
+
+    def begin(self, pointers: Sequence[int], scalars: Sequence[float],
+              outputs: Sequence[Likeness] | None = None) -> None:
+        """Have what `prepare` waits for begin in the background. Unsupported: no kernel serves the call."""
+        ahead(*self._job(pointers, scalars, outputs))
+        if self.target.backend == "cuda":
+            launchers.begin(self.source.params)
+
+    def _job(self, pointers, scalars, outputs) -> tuple[tuple, Callable]:
+        """(what makes two compilations equal, the compilation)."""
         self.tiles = ladder(self.region, self.walk.structure, self.walk.sizes, self.target)
         self.take(self.generate(self.tiles[0]))
         addresses = [*pointers, *(x.data_ptr() for x in outputs or ())]
@@ -252,13 +313,10 @@ class _Kernel(_Outputs):
         addresses += [0] * (len(dtypes) - len(addresses))  # the allocator's own are aligned
         alignments = tuple(address & 15 for address in addresses)
         key = (self.region, self.walk.structure, self.tiles, self.target, self.device, alignments)
-        # In the place of the call's tensors, which a compiler that hangs would keep alive.
-        stand_ins = [_stand_in(dtype, self.device, a) for dtype, a in zip(dtypes, alignments)]
-        source, self.options = within_limit(key, partial(self.compile, stand_ins, scalars))
-        self.take(source)
-        self.ready = True
+        stand_ins = [stand_in(dtype, self.device, a) for dtype, a in zip(dtypes, alignments)]
+        return key, partial(self.compile, stand_ins, scalars)
 
-    def compile(self, stand_ins: Sequence[torch.Tensor],
+    def compile(self, stand_ins: Sequence[Likeness],
                 scalars: Sequence[float]) -> tuple[KernelSource, Mapping[str, object]]:
         """(what to launch, with which options), compiled. In a thread of its own: changes no attribute."""
         raise NotImplementedError
@@ -267,8 +325,7 @@ class _Kernel(_Outputs):
         """Have Triton compile `source` without launching it."""
         integers, grid = launch_facts(self.walk, source.tile.rows, self.target)
         arguments = [*stand_ins, *integers, *self.numbers(scalars)]
-        with self.on_device(), _compile_lock(source):
-            with_safe_cache(lambda: _jit(source).warmup(*arguments, grid=(grid,), **options))
+        warm_up(source, arguments, (grid,), options, self.on_device(), self.target.backend == "cuda")
 
     def on_device(self) -> contextlib.AbstractContextManager:
         """Inside, the plan's device is this thread's current one."""
@@ -279,10 +336,9 @@ class _Kernel(_Outputs):
         return False
 
 
-def _stand_in(dtype: torch.dtype, device: torch.device, alignment: int) -> torch.Tensor:
-    """One element whose address is `alignment` modulo 16: all that a compiler looks at."""
-    skip = alignment // dtype.itemsize
-    return torch.empty(skip + 1, dtype=dtype, device=device)[skip:]
+def stand_in(dtype: torch.dtype, device: torch.device, alignment: int = 0) -> Likeness:
+    """What a compiler gets in the place of a call's tensor, which it would keep alive if it hangs."""
+    return Likeness((1,), (1,), dtype, device, alignment)
 
 
 class _Interpreted(_Kernel):
@@ -429,75 +485,28 @@ def _jit(source: KernelSource):
     return jit(source)
 
 
+def warm_up(source: KernelSource, arguments: Sequence, grid: tuple[int, ...], options: Mapping[str, object],
+            device: contextlib.AbstractContextManager, launcher: bool) -> None:
+    """Have Triton compile `source` for arguments like these without launching it, inside of `device`, and
+    build the launcher where Triton's backend has one (`launchers`)."""
+    def work() -> None:
+        with launchers.building(source.params) if launcher else contextlib.nullcontext():
+            _jit(source).warmup(*arguments, grid=grid, **options)
+
+    with device, _compile_lock(source):
+        with_safe_cache(work)
+
+
 @lru_cache(maxsize=1024)
 def _compile_lock(source: KernelSource) -> threading.Lock:
     """Triton does not say that one JIT function may be compiled by two threads at once."""
     return threading.Lock()
 
 
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_compile_lock.cache_clear)  # what held one of them stays behind
+
+
 @lru_cache(maxsize=1024)
 def _function(source: KernelSource):
     return load(source)
-
-
-# -- without a launch --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Offline:
-    """A kernel and how to call it, for compilers and interpreters that run without a device.
-
-    Attributes:
-        kernel: the generated source.
-        grid: number of programs.
-        walk: how it walks the call's tensors.
-        integers: the kernel's integer arguments.
-        region: what it computes.
-    """
-
-    kernel: KernelSource
-    grid: int
-    walk: Layout
-    integers: tuple[int, ...]
-    region: NormRegion
-
-    @property
-    def space(self) -> tuple[int, ...]:
-        """Shape of the outputs."""
-        return self.walk.space
-
-    @property
-    def signature(self) -> Mapping[str, str]:
-        """Parameter name -> Triton type, as `kernels.ascend.lower` takes it."""
-        return self.kernel.signature
-
-    def function(self):
-        """The Triton JIT function; imports triton."""
-        return _jit(self.kernel)
-
-    def arguments(self, inputs: Sequence[torch.Tensor],
-                  scalars: Sequence[float]) -> tuple[list, tuple[torch.Tensor, ...]]:
-        """(all arguments in order, the outputs among them). Outputs are new, filled with NaN."""
-        outputs = tuple(
-            torch.empty_strided(self.space, dense_strides(self.space, out.order),
-                                dtype=TORCH_DTYPES[out.dtype]).fill_(float("nan"))
-            for out in self.region.outputs)
-        return [*inputs, *outputs, *self.integers, *map(float, scalars)], outputs
-
-
-def offline(region: NormRegion, shapes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]],
-            soc: str = "Ascend910B3", tile: Tile | None = None, cores: int | None = None) -> Offline:
-    """The kernel that an NPU of that SoC would run on such inputs; needs no NPU.
-
-    `tile` overrides the choice of block shape, `cores` the number of programs (tests).
-    """
-    from .targets.npu import describe
-
-    target = describe(soc)
-    walk = layout(region, shapes, strides, target.units)
-    tile = tile or ladder(region, walk.structure, walk.sizes, target)[0]
-    kernel = generate(region, walk.structure, tile, target)
-    if cores is not None:
-        target = replace(target, cores=cores)
-    integers, grid = launch_facts(walk, tile.rows, target)
-    return Offline(kernel, grid, walk, integers, region)

@@ -52,13 +52,13 @@ def python_call(region: NormRegion, self_check: str = DEFAULT_SELF_CHECK) -> Cal
     plain = program(region) if runs_reference(torch.device("cpu")) else None
 
     def fused(*args):
-        if plain is not None and args[0].device.type == "cpu":
+        if plain is not None and args[0].is_cpu:
             results = plain(*args)
         else:
             inputs, scalars = args[:count], args[count:]
             if forward_ad._current_level >= 0:  # tangents flow through torch ops only
                 results = reference(region, inputs, scalars)
-            elif torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+            elif torch.is_grad_enabled() and any([x.requires_grad for x in inputs]):
                 results = _Region.apply(run, region, scalars, *inputs)
             else:
                 results = run(inputs, scalars)
@@ -141,11 +141,16 @@ def gradients_again(run: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]],
 
 # The dispatcher's form, for graphs that another compiler traces.
 
+#: For compilers that choose strides: the op has correct fakes, and its inputs come with the strides that the
+#: site was matched on, without a copy where eager has none. Said here, since the default differs by version.
+TAGS = tuple(getattr(torch.Tag, name) for name in ("pt2_compliant_tag", "needs_exact_strides")
+             if hasattr(torch.Tag, name))
+
 _LIBRARY = torch.library.Library("ascend_ln_fuse", "DEF")
 _LIBRARY.define("region(str text, Tensor[] inputs, float[] scalars, *, "
-                f"str self_check='{DEFAULT_SELF_CHECK}') -> Tensor[]")
+                f"str self_check='{DEFAULT_SELF_CHECK}') -> Tensor[]", tags=TAGS)
 _LIBRARY.define("region_backward(str text, Tensor[] inputs, float[] scalars, Tensor[] grads, "
-                "bool[] given, bool[] needs) -> Tensor[]")
+                "bool[] given, bool[] needs) -> Tensor[]", tags=TAGS)
 
 
 def no_tangents() -> None:

@@ -146,7 +146,7 @@ def candidate(lens: Lens, found: Found, claimed: Collection[Node] = (),
                         grown.composites)
         check_kernel(site)
         if any(lens.tensor(node).requires_grad for node in grown.outputs) and \
-                any(lens.is_overwritten(node) for node, _ in site.inputs):
+                any(lens.is_overwritten(node, site.interior) for node, _ in site.inputs):
             raise Decline("an operand is written in place, and backward needs what it was", norm.out)
         if found.pattern.users:  # ours are checked once, when they are written into the graph
             try:

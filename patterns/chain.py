@@ -123,7 +123,7 @@ def _behind(lens: Lens, site: Site, products: list[Product], first: bool,
 def _saves_overwritten(lens: Lens, chain: ChainSite) -> bool:
     """Whether backward would need an operand that the graph writes in place."""
     return any(lens.tensor(node).requires_grad for node in chain.outputs) and \
-        any(lens.is_overwritten(node) for node, _ in chain.inputs)
+        any(lens.is_overwritten(node, chain.interior) for node, _ in chain.inputs)
 
 
 # What is pointwise behind products

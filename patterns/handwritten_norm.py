@@ -129,7 +129,7 @@ class _Matcher:
     def _rstd(self, node: Node) -> Node:
         """The variance of which `node` is the inverse root."""
         node = self._kept(node)
-        if base_name(node) == "rsqrt_":
+        if base_name(node) == "rsqrt_" and node not in self.lens.updates:
             self._decline_in_place(node)
         word, args = self._operation(node)
         if word == "rsqrt":
@@ -171,7 +171,7 @@ class _Matcher:
     def _with_eps(self, node: Node) -> tuple[_Stat, float | Node]:
         """The statistic and the eps of `stat + eps`."""
         node = self._kept(node)
-        if base_name(node) in ("add_", "iadd"):
+        if base_name(node) in ("add_", "iadd") and node not in self.lens.updates:
             self._decline_in_place(node)
         if self.lens.kind(node) == "add" and len(node.args) == 2 and not node.kwargs:
             for a, b in (node.args, node.args[::-1]):

@@ -261,7 +261,7 @@ def test_contenders_take_turns(monkeypatch):
 
 
 def test_time_limit():
-    with pytest.raises(TimeoutError), columns.time_limit(0.05):
+    with pytest.raises(columns.OutOfTime), columns.time_limit(0.05):
         time.sleep(5)
     with columns.time_limit(0):
         pass
@@ -290,3 +290,12 @@ def test_single_ops(op):
         assert peers.errors(wrong, eager, exact) > 1
     for name, version in peers.installed().items():
         assert (name in calls) == (version != "not installed")
+
+
+def test_the_notes_say_what_was_left_to_inductor():
+    from ascend_ln_fuse import FusionReport
+
+    reports = [FusionReport(choice="left to inductor: plain 1.000 ms, fused 2.000 ms")] * 2
+    row = {"model": "m", "columns": {"ours-inductor": {"sites": measure._sites(reports)}}}
+    assert tables.notes([row]) == [
+        "m, ours, inductor: 2 x left to inductor: plain 1.000 ms, fused 2.000 ms"]

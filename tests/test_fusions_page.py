@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from ascend_ln_fuse.inner_choice import LEFT_SLOWER, LEFT_UNKNOWN
 from ascend_ln_fuse.kernels.pointwise import POINTWISE
 from ascend_ln_fuse.patterns import BUILT_IN
 from ascend_ln_fuse.patterns.grow import REACHES
@@ -35,6 +36,11 @@ def _reasons() -> list[str]:
 @pytest.mark.parametrize("reason", _reasons())
 def test_reason_is_explained(reason):
     assert reason.removesuffix(" (its stride is") in PAGE
+
+
+@pytest.mark.parametrize("reason", [LEFT_SLOWER, LEFT_UNKNOWN])
+def test_reason_of_a_graph_is_explained(reason):
+    assert f"| {reason} |" in PAGE
 
 
 def test_there_are_reasons():

@@ -24,6 +24,7 @@ from .columns import (
     OURS,
     OURS_INDUCTOR,
     Call,
+    OutOfTime,
     contender,
     empty_caches,
     first,
@@ -43,7 +44,8 @@ class DeviceLost(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """rounds, seconds: of the timing. compile_seconds: of the first call of a column, 0 for no limit.
+    """rounds, seconds: of the timing. compile_seconds: of the first call of a column, for each form of a
+    graph that it compiles; 0 for no limit.
     timed: whether there is a clock at all (a GPU); without one the rounds only run. command: what these
     come from, for the row."""
 
@@ -162,7 +164,7 @@ class _Cells:
             call = contender(column, self.model, self.inputs)
             compiles = timed and column.options is not None
             caches = empty_caches() if compiles else contextlib.nullcontext()
-            with caches, time_limit(self.limits.compile_seconds):
+            with caches, time_limit(self.limits.compile_seconds * column.forms):
                 seconds, output = first_call(call, self.device)
             self.reports[name] = last_reports()
             cell["error"] = self._error(first(output))
@@ -217,7 +219,7 @@ class _Cells:
         cell = place[name] = {}
         try:
             yield cell
-        except Exception as error:
+        except (Exception, OutOfTime) as error:
             cell["failure"] = words(error)
             _say(self.row["model"], f"{name}: {cell['failure']}")
         if "failure" in cell:
@@ -254,5 +256,6 @@ def _sites(reports: Sequence) -> dict[str, Any]:
     return {"found": len(sites), "fused": sum(report.fused for report in reports), "graphs": len(reports),
             "declined": dict(Counter(site.reason for site in sites if site.status == "declined")),
             "fallbacks": dict(Counter(text for site in sites if (text := site.fallback_words()))),
+            "choices": [report.choice for report in reports if report.choice],
             "ways": dict(Counter(way for site in sites for way in site.chain_ways())),
             "errors": [report.error for report in reports if report.error]}

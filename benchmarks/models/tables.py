@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -75,11 +76,13 @@ def details(rows: Sequence[Row]) -> Table:
                           for n in shown[1:])
 
     def sites(row: Row) -> str:
-        found = row["columns"].get(OURS, {}).get("sites")
-        return f"{found['fused']} of {found['found']}" if found else ""
+        """With Inductor, those of the form of each graph that was fastest."""
+        both = (row["columns"].get(n, {}).get("sites") for n in (OURS, OURS_INDUCTOR))
+        return " / ".join(f"{found['fused']} of {found['found']}" if found else "-" for found in both)
 
     first = " / ".join(COLUMNS[n].title for n in shown)
-    return (["model", "sites fused", f"kernels: {first}", f"peak MiB: {first}",
+    return (["model", f"sites fused: {COLUMNS[OURS].title} / {COLUMNS[OURS_INDUCTOR].title}",
+             f"kernels: {first}", f"peak MiB: {first}",
              f"first call s: {' / '.join(COLUMNS[n].title for n in shown[1:])}",
              "compile time, ours / backend=eager", "error in units of the bound"],
             [[row["model"], sites(row), each(row, "kernels", "d"), each(row, "peak_mib", ".0f"),
@@ -97,7 +100,7 @@ def compile_ratios(row: Row) -> list[float]:
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """What failed, was declined or fell back, a line each."""
+    """What failed, was declined, fell back or was left to Inductor, a line each."""
     lines = []
     for row in rows:
         if "failure" in row:
@@ -109,6 +112,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
             texts = [cell[key] for key in ("failure", "profile_failure") if key in cell]
             texts += [f"{count} x {what}: {words}" for what in ("declined", "fallbacks")
                       for words, count in sites.get(what, {}).items()]
+            texts += [f"{count} x {words}" if count > 1 else words
+                      for words, count in Counter(sites.get("choices", ())).items()]
             texts += [f"the pass failed: {error}" for error in sites.get("errors", ())]
             lines += [f"{row['model']}, {COLUMNS[name].title}: {text}" for text in texts]
     return lines

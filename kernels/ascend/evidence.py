@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..call import Call
-from ..launch import Offline
 from ..layout import Unsupported
+from ..offline import Offline
 from ..targets.npu import describe
 from .interpreter import InterpreterError
 from .lint import errors, lint

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..launch import Offline
 from ..layout import INT32_MAX, MAX_ROWS, Layout
+from ..offline import Offline
 from ..reference import TORCH_DTYPES
 from ..region import NormRegion, Operand, Output
 from ..values import ancestors

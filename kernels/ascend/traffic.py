@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 
-from ..launch import Offline
+from ..offline import Offline
 from ..region import DTYPES
 from .cost import loop_costs
 from .toolchain import Planned

@@ -27,7 +27,7 @@ from functools import partial
 
 import torch
 
-from ..launch import Offline
+from ..offline import Offline
 from ..reference import reference
 from ..region import DTYPES, NormRegion, parse
 from ..values import ancestors

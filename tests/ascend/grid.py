@@ -28,7 +28,7 @@ from ascend_ln_fuse.kernels.ascend.evidence import compile_kernel
 from ascend_ln_fuse.kernels.ascend.lint import errors, lint
 from ascend_ln_fuse.kernels.ascend.verify import Verified, verify
 from ascend_ln_fuse.kernels.call import Call
-from ascend_ln_fuse.kernels.launch import Offline
+from ascend_ln_fuse.kernels.offline import Offline
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "kernels"), str(Path(__file__).parents[1])]
 from norm_cases import region  # noqa: E402

@@ -23,7 +23,8 @@ from torch import nn  # noqa: E402
 
 from ascend_ln_fuse import inplace_layer_norm_, last_reports  # noqa: E402
 from ascend_ln_fuse.kernels import launch, ops, tiling  # noqa: E402
-from ascend_ln_fuse.kernels.launch import Runner, offline  # noqa: E402
+from ascend_ln_fuse.kernels.launch import Runner  # noqa: E402
+from ascend_ln_fuse.kernels.offline import offline  # noqa: E402
 from ascend_ln_fuse.kernels.region import parse  # noqa: E402
 from ascend_ln_fuse.kernels.source import Tile  # noqa: E402
 

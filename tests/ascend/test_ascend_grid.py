@@ -28,7 +28,7 @@ from ascend_ln_fuse.kernels.ascend.evidence import compile_kernel  # noqa: E402
 from ascend_ln_fuse.kernels.ascend.traffic import ideal_bytes, launch_bytes, source_bytes  # noqa: E402
 from ascend_ln_fuse.kernels.ascend.verify import verify  # noqa: E402
 from ascend_ln_fuse.kernels.call import Call  # noqa: E402
-from ascend_ln_fuse.kernels.launch import offline  # noqa: E402
+from ascend_ln_fuse.kernels.offline import offline  # noqa: E402
 from ascend_ln_fuse.kernels.region import parse  # noqa: E402
 from ascend_ln_fuse.kernels.source import Tile  # noqa: E402
 

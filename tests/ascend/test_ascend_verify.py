@@ -19,7 +19,7 @@ from ascend_ln_fuse.kernels.ascend.memory import InterpreterError  # noqa: E402
 from ascend_ln_fuse.kernels.ascend.samples import edge_calls, far_call, row_kinds, small_call  # noqa: E402
 from ascend_ln_fuse.kernels.ascend.verify import ORDINARY, _judge, verify  # noqa: E402
 from ascend_ln_fuse.kernels.call import Call  # noqa: E402
-from ascend_ln_fuse.kernels.launch import offline  # noqa: E402
+from ascend_ln_fuse.kernels.offline import offline  # noqa: E402
 from ascend_ln_fuse.kernels.region import parse  # noqa: E402
 from ascend_ln_fuse.kernels.source import Tile  # noqa: E402
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from checks import assert_within_bound, tensors
-from small_models import Projected
+from small_models import Attention, Block, Projected
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor import config as inductor
@@ -25,32 +25,6 @@ from ascend_ln_fuse.hidden import norm_kernels
 
 ROOT = Path(__file__).parents[2]
 OFF = {"report": "off"}
-
-
-class Attention(nn.Module):
-    """Packed qkv, norms on q and k."""
-
-    def __init__(self, heads=4, dim=16):
-        super().__init__()
-        self.heads, self.dim = heads, dim
-        self.qkv = nn.Linear(heads * dim, 3 * heads * dim)
-        self.norm_q, self.norm_k = nn.LayerNorm(dim), nn.LayerNorm(dim)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, self.dim)).unbind(-3)
-        q, k, v = self.norm_q(q).transpose(-2, -3), self.norm_k(k).transpose(-2, -3), v.transpose(-2, -3)
-        return F.scaled_dot_product_attention(q, k, v).transpose(-2, -3).flatten(-2)
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attn, self.norm = Attention(), nn.LayerNorm(64)
-        self.mlp = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
-
-    def forward(self, x):
-        x = x + self.attn(x)
-        return x + self.mlp(self.norm(x))
 
 
 def python(code, *flags, **environment):

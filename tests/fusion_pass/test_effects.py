@@ -103,6 +103,8 @@ WRITES = [
     (("__add__", "t", "t"), {}, set()),
     (("__invert__", "t"), {}, set()),
     ((operator.add, "t", "t"), {}, set()),
+    ((operator.and_, "t", "t"), {}, set()),
+    ((operator.not_, "t"), {}, set()),
     ((operator.getitem, "t", 0), {}, set()),
     ((operator.index, "t"), {}, set()),
     ((F.relu, "t"), {}, set()),

@@ -76,7 +76,7 @@ MUTANTS = {
         "site", "Assembler._emit", "self.cast(self.emit(node.args[0], steps), dtype)",
         "self.emit(node.args[0], steps)"),
     "rsub's operands not swapped": Mutant(
-        "site", "pointwise_args", "(node.args[1], node.args[0])", "(node.args[0], node.args[1])"),
+        "site", "pointwise_args", "(args[1], args[0])", "(args[0], args[1])"),
     "the order of a result's dims lost": Mutant(
         "site", "layout_order", "return order", "return tuple(range(fake.dim()))"),
     "no order of a write after reads": Mutant(

@@ -31,6 +31,14 @@ WRITES = ("{0}.add_({1})", "{0}.mul_(0.5)", "{0} += {1}", "{0} *= 0.5", "{0}[...
           "{0}.masked_fill_({0} > 0, 0.5)", "{0} -= {1}", "{0}[..., 1:2] = {0}[..., :1]",
           "torch.mul({0}, 2, out={0})", "{0}.lerp_({1}, 0.5)", "{0}.unbind(0)[0].add_(1)",
           "{0}.addcmul_({0}, {0}, value=0.1)")
+#: what makes memory of `{0}`, whose last dim is `{1}`; and what is then written there
+MADE = ("F.layer_norm({0}, ({1},))", "{0} + 1", "{0}.clone()", "{0} * {0}", "torch.sigmoid({0})",
+        "F.linear({0}, {0}[..., :1].new_ones(({1}, {1})))", "F.layer_norm({0}.float(), ({1},)).to({0}.dtype)",
+        "{0}.float()")
+UPDATES = ("{0}.mul_({1})", "{0}.add_({1})", "{0} += {1}", "{0} *= {1}", "{0} -= {1}", "{0} /= 2",
+           "{0}.sub_({1})", "F.silu({0}, inplace=True)", "F.relu({0}, True)", "{0}.neg_()", "{0}.tanh_()",
+           "{0}.square_()", "{0}.view({0}.shape[0], -1).mul_(0.5)", "{0}.mul_(1 + {1}).add_({1})",
+           "{0}.mul_({0})", "torch.sigmoid_({0})", "{0}.pow_(2)", "{0} **= 3")
 METADATA = ("{0}.unsqueeze_(0)", "{0}.transpose_(0, 1)", "{0}.squeeze_()", "{0}.t_()")
 CASTS = ("{0}.float()", "{0}.to(torch.bfloat16)", "{0}.to({1}.dtype)", "{0}.type_as({1})", "{0}.half()",
          "{0}.contiguous()", "{0}.clone()", "{0}.double()", "{0}.to({1})", "{0}.to(torch.float32, copy=True)",
@@ -124,6 +132,21 @@ def write(b: Builder, g: Genes) -> None:
     # A copy of one number a row would make rows whose variance is zero.
     operand = b.operand(value, 0 if "copy_" in form else g[2], g[3]) if "{1}" in form else ""
     b.do(form.format(value, operand), "write in place")
+
+
+@step(4)
+def update(b: Builder, g: Genes) -> None:
+    """One to three in-place ops on a tensor that was just made; now and then a view of it, or what somebody
+    read of it, stays in use."""
+    value = b.pick(g[0], rows)
+    made, = b.let(MADE[g[1] % len(MADE)].format(value, b.tensor(value).shape[-1]), "update of what was made")
+    if g[3] % 4 == 3:
+        forms = (*_views(made, b.tensor(made)), f"{made} * 2", f"{made}.sum(-1, keepdim=True)")
+        b.let(forms[g[3] // 4 % len(forms)], "update of what was made")
+    for i in range(1 + g[2] % 3):
+        form = UPDATES[(g[1] // len(MADE) + i * g[2]) % len(UPDATES)]
+        b.do(form.format(made, b.operand(made, g[2] + i, g[3]) if "{1}" in form else ""),
+             "update of what was made")
 
 
 @step(1)

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
-from checks import check, exact_copy, tensors
+from checks import assert_within_bound, check, exact_copy, tensors
 from torch import nn
+from torch._inductor import config as inductor
 from torch.nn import functional as F
 
-from ascend_ln_fuse import auto_fusion, last_reports
+from ascend_ln_fuse import auto_fusion, inner_choice, last_reports
 from ascend_ln_fuse.kernels import ops
+from ascend_ln_fuse.kernels.store import Store
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16],
                                  ids=["f32", "bf16", "f16"])
@@ -101,7 +103,29 @@ def test_training_step(dtype, device):
 @pytest.mark.real_gpu
 def test_with_inductor(device):
     inputs = [torch.randn(*shape, device=device).bfloat16() for shape in ((257, 384), (1, 384), (1, 384))]
-    check(Block().to(device, torch.bfloat16), *inputs, fused=4, backend_options={"inner": "inductor"})
+    check(Block().to(device, torch.bfloat16), *inputs, fused=4,
+          backend_options={"inner": "inductor", "inner_choice": "fuse"})
+
+
+@pytest.mark.real_gpu
+@pytest.mark.parametrize("cudagraphs", [False, True], ids=["launched", "cudagraphs"])
+def test_the_faster_form_with_inductor(device, cudagraphs, monkeypatch):
+    """Measured, right, and chosen again without a clock."""
+    model = Block().to(device, torch.bfloat16).eval()
+    inputs = [torch.randn(*shape, device=device).bfloat16() for shape in ((4096, 384), (1, 384), (1, 384))]
+    choices = []
+    for _ in range(2):
+        monkeypatch.setattr(inner_choice, "_store", Store("inner"))  # the second time it is on disk
+        torch._dynamo.reset()
+        with inductor.patch({"triton.cudagraphs": cudagraphs}), torch.no_grad():
+            compiled = torch.compile(model, backend="ascend_ln_fuse",
+                                     options={"report": "off", "inner": "inductor"})
+            for _ in range(3):
+                ours = compiled(*inputs).clone()
+            exact, given = exact_copy(model, inputs)
+            assert_within_bound(ours, model(*inputs), exact(*given))
+        choices.append(last_reports()[-1].choice)
+    assert choices[0] == choices[1] and "plain" in choices[0] and "fused" in choices[0]
 
 
 @pytest.mark.real_gpu

@@ -93,7 +93,8 @@ def test_a_wrong_kernel_in_place(device, wrong_kernels):
 def test_a_wrong_kernel_in_a_model(inner, grad, device, wrong_kernels):
     model = nn.Sequential(nn.Linear(128, 128), nn.LayerNorm(128)).to(device)
     x = torch.randn(9, 128, device=device)
-    compiled = torch.compile(model, backend="ascend_ln_fuse", options={"report": "off", "inner": inner})
+    compiled = torch.compile(model, backend="ascend_ln_fuse", options={
+        "report": "off", "inner": inner, "inner_choice": "fuse"})
     with torch.set_grad_enabled(grad), pytest.warns(RuntimeWarning, match=r"is wrong on"):
         ours = compiled(x).detach()
     with torch.no_grad():

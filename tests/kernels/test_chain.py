@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from chain_cases import K, N, ffn, ffn_inputs, norm, packed, packed_inputs, plain, plain_packed
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.nn import functional as F
 
@@ -12,66 +13,10 @@ from ascend_ln_fuse.kernels import chain_choice
 from ascend_ln_fuse.kernels.chain import Chain, RegionStage, evaluate
 from ascend_ln_fuse.kernels.chain_choice import LIBRARY, ONE_KERNEL, Choice, Question, agree, choose
 from ascend_ln_fuse.kernels.chain_ops import _Chain
-from ascend_ln_fuse.kernels.chain_products import LinearStage, Part
+from ascend_ln_fuse.kernels.chain_products import LinearStage
 from ascend_ln_fuse.kernels.chain_ways import ChainRunner, segments
 from ascend_ln_fuse.kernels.compiling import CompileTimeout
 from ascend_ln_fuse.kernels.layout import Unsupported
-from ascend_ln_fuse.kernels.region import parse
-
-K, N = 32, 64
-
-
-def norm(dtype="f32", lane=K):
-    return parse(f"space [*, *, {lane}]\nin x: {dtype}[*, *, {lane}]\nin w: {dtype}[{lane}]\n"
-                 f"in b: {dtype}[{lane}]\nscalar eps\nv0: {dtype} = layer_norm(x, w, b, eps)\n"
-                 f"out v0: {dtype} order(0, 1, 2)")
-
-
-def pointwise(op, dtype="f32", lane=N):
-    return parse(f"space [*, *, {lane}]\nin x: {dtype}[*, *, {lane}]\nv0: {dtype} = {op}(x)\n"
-                 f"out v0: {dtype} order(0, 1, 2)")
-
-
-def gate(dtype="f32", lane=N):
-    return parse(f"space [*, *, {lane}]\nin g: {dtype}[*, *, {lane}]\nin u: {dtype}[*, *, {lane}]\n"
-                 f"v0: {dtype} = silu(g)\nv1: {dtype} = mul(v0, u)\nout v1: {dtype} order(0, 1, 2)")
-
-
-def ffn(dtype="f32"):
-    return Chain(("x", "w", "b", "w1", "b1", "w2", "b2"), ("eps",), (
-        RegionStage(("h",), norm(dtype), ("x", "w", "b"), ("eps",)),
-        LinearStage("z", "h", "w1", "b1"),
-        RegionStage(("a",), pointwise("gelu", dtype), ("z",)),
-        LinearStage("y", "a", "w2", "b2")), ("y",))
-
-
-def ffn_inputs(dtype=torch.float32, requires_grad=False):
-    shapes = (2, 3, K), (K,), (K,), (N, K), (N,), (K, N), (K,)
-    return [torch.randn(s).mul(0.3).to(dtype).requires_grad_(requires_grad) for s in shapes]
-
-
-def plain(x, w, b, w1, b1, w2, b2):
-    return F.linear(F.gelu(F.linear(F.layer_norm(x, (K,), w, b, 1e-5), w1, b1)), w2, b2)
-
-
-def packed(transposed=False):
-    return Chain(("x", "w", "b", "w1", "b1", "w2"), ("eps",), (
-        RegionStage(("h",), norm("bf16"), ("x", "w", "b"), ("eps",)),
-        LinearStage("z", "h", "w1", "b1", transposed),
-        RegionStage(("a",), gate("bf16"), (Part("z", 0, N), Part("z", N, N))),
-        LinearStage("y", "a", "w2", None, transposed)), ("h", "y"))
-
-
-def plain_packed():
-    """`packed` whose norm nobody else reads, so that it goes into the kernel."""
-    chain = packed()
-    return Chain(chain.inputs, chain.scalars, chain.stages, ("y",))
-
-
-def packed_inputs(transposed=False):
-    shapes = [(2, 3, K), (K,), (K,), (2 * N, K), (2 * N,), (K, N)]
-    inputs = [torch.randn(s).mul(0.3).bfloat16() for s in shapes]
-    return [x.t().contiguous() if transposed and i in (3, 5) else x for i, x in enumerate(inputs)]
 
 
 def test_text_and_checks():
@@ -128,11 +73,11 @@ def test_the_activation_is_written_over_its_product(monkeypatch):
     runner = ChainRunner(ffn())
     written = []
     for names, run in runner._runners.items():
-        monkeypatch.setattr(run, "into", lambda args, scalars, outputs, names=names: written.append(
-            (names, args[0].data_ptr() == outputs[0].data_ptr())) or outputs[0].copy_(F.gelu(args[0])))
+        monkeypatch.setattr(run, "over", lambda args, scalars, number, names=names: written.append(
+            (names, number)) or args[number].copy_(F.gelu(args[0])))
     inputs = ffn_inputs()
     assert torch.equal(runner(inputs, (1e-5,))[0], plain(*inputs))
-    assert written == [(("a",), True)]
+    assert written == [(("a",), 0)]
     assert torch.equal(runner.values(inputs, (1e-5,), keep=("z",))["z"],
                        F.linear(F.layer_norm(inputs[0], (K,), inputs[1], inputs[2], 1e-5), *inputs[3:5]))
     assert len(written) == 1  # not over what is kept
@@ -286,7 +231,7 @@ def test_a_choice_is_kept_and_read_again(clock):
     {"way": LIBRARY, "config": "None", "times": {}, "reason": 3},
 ])
 def test_a_strange_entry_is_measured_again(clock, entry):
-    chain_choice._store.put(chain_choice._key(question()), entry)
+    chain_choice._store.put(chain_choice._key("text", torch.device("cpu"), 4), entry)
     assert choose(question(kernel=by_kernel)).config == "fast"
 
 
@@ -294,7 +239,7 @@ def test_where_nothing_can_be_measured_the_library_runs_and_is_asked_again(clock
     monkeypatch.setattr(chain_choice, "may_measure", lambda device: False)
     choice = choose(question(kernel=by_kernel))
     assert choice.way == LIBRARY and not choice.final
-    assert chain_choice._store.get(chain_choice._key(question())) is None
+    assert chain_choice._store.get(chain_choice._key("text", torch.device("cpu"), 4)) is None
     assert choose(question(unsupported="no kernel")).reason == "no kernel"
 
 
@@ -336,7 +281,7 @@ def test_a_kernel_that_fails_is_dropped_and_the_report_says_why(clock, error):
     assert "fast: " in choice.reason and word in choice.reason and word in str(choice)
     assert "\n" not in choice.reason
     # Another process asks again, but where the device has not enough memory on chip for good.
-    known = chain_choice._store.get(chain_choice._key(question()))
+    known = chain_choice._store.get(chain_choice._key("text", torch.device("cpu"), 4))
     assert (known is not None) is isinstance(error, Unsupported)
 
 
@@ -356,6 +301,32 @@ def test_one_compiler_that_hangs_is_waited_for(clock):
 
     assert "no other kernel was tried" in choose(question(kernel=kernel)).reason
     assert tried == ["slow"]
+
+
+def test_kernels_begin_to_compile_together(clock):
+    """Before the first is waited for; one that cannot be begun fails where it is tried."""
+    told = []
+
+    def begin(config):
+        told.append(config)
+        raise CompilationError("no")
+
+    choice = choose(replace(question(kernel=lambda config: told.append("called") or by_kernel(config)),
+                            begin=begin))
+    assert told[:4] == ["slow", "fast", "wrong", "called"] and choice.config == "fast"
+
+
+@pytest.mark.parametrize("word, lasting", [("compiling", False), ("measuring", True)])
+def test_one_segment_does_not_take_all_the_time(word, lasting, clock, monkeypatch):
+    """What is left is not tried, and the report says so. Where a compiler was slow, another process measures
+    again, and finds the kernels compiled."""
+    monkeypatch.setattr(chain_choice, f"{'COMPILE' if word == 'compiling' else 'MEASURE'}_SECONDS", 1e-9)
+    choice = choose(question(kernel=by_kernel))
+    assert list(choice.times) == [LIBRARY, "slow"]
+    assert f"2 more not tried: {word} the others took too long" in str(choice)
+    assert choice.lasting == lasting
+    kept = chain_choice._store.get(chain_choice._key("text", torch.device("cpu"), 4))
+    assert (kept is not None) == lasting
 
 
 def test_a_kernel_that_fails_when_the_host_is_timed(clock, monkeypatch):
@@ -406,7 +377,7 @@ def test_out_of_memory_while_measuring(clock, monkeypatch, where):
     choice = choose(replace(question(kernel=by_kernel), by_library=by_library))
     assert choice.way == LIBRARY and "out of memory" in choice.reason and choice.final
     assert released == [[None] * len(held)] and held
-    assert chain_choice._store.get(chain_choice._key(question())) is None
+    assert chain_choice._store.get(chain_choice._key("text", torch.device("cpu"), 4)) is None
 
 
 @pytest.mark.parametrize("ours, same", [

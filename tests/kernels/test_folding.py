@@ -397,3 +397,60 @@ def test_auto_decides_by_grad_mode_and_folds_only_where_it_pays(monkeypatch):
     assert follows(module, x)
     module(x)
     assert module.last_call.reason == "gradients are recorded"
+
+
+# -- warm calls
+
+
+def test_a_warm_call_looks_at_a_few_attributes(monkeypatch):
+    first, tensors = folded()
+    monkeypatch.setattr(folding, "_states", None)
+    monkeypatch.setattr(folding, "unfoldable", None)
+    assert folding.fold(OWNER, *tensors) is first
+
+
+def other_storage(t):
+    """Other values in another storage at the same address, as where memory was freed and given out again. No
+    version is counted."""
+    array = t.numpy()
+    t.data = torch.from_numpy(array)
+    array += 1
+
+
+@pytest.mark.parametrize("number", range(4), ids=["gamma", "beta", "weight", "bias"])
+@pytest.mark.parametrize("change", [
+    lambda t: t.add_(1), lambda t: setattr(t, "data", torch.randn(t.shape)), other_storage,
+    lambda t: t.resize_(t.shape).mul_(2)], ids=["in place", "data", "data at the same address", "resized"])
+def test_a_warm_call_sees_every_change(number, change):
+    first, tensors = folded()
+    assert folding.fold(OWNER, *tensors) is first
+    change(tensors[number])
+    again = folding.fold(OWNER, *tensors)
+    assert again is not first
+    torch.testing.assert_close(again.weight, tensors[0] * tensors[2])
+    torch.testing.assert_close(again.bias, tensors[2] @ tensors[1] + tensors[3])
+
+
+def test_a_warm_call_sees_the_same_memory_read_otherwise():
+    first, (gamma, beta, weight, bias) = folded(k=8)
+    weight.data = weight.data.t()
+    again = folding.fold(OWNER, gamma, beta, weight, bias)
+    assert again is not first
+    torch.testing.assert_close(again.weight, gamma * weight)
+
+
+def test_a_warm_call_keeps_vectors_in_their_places():
+    """gamma as beta, and the other way round, is another fold of the same tensors."""
+    first, (gamma, _, weight, bias) = folded()
+    with_gamma = folding.fold(OWNER, gamma, None, weight, bias)
+    with_beta = folding.fold(OWNER, None, gamma, weight, bias)
+    assert with_gamma.bias is None and with_beta.weight is None and first.bias is not None
+
+
+def test_hints_keep_nothing_alive():
+    found, tensors = folded()
+    seen = [weakref.ref(t) for t in found.tensors]
+    folding.forget(tensors[2])
+    del found
+    gc.collect()
+    assert not any(ref() is not None for ref in seen)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from norm_cases import TEXTS, assert_right, inputs_for, region, scalars_for
 
-from ascend_ln_fuse.kernels.launch import offline
+from ascend_ln_fuse.kernels.offline import offline
 from ascend_ln_fuse.kernels.source import Tile
 
 pytest.importorskip("triton.backends.ascend", reason="needs triton-ascend")

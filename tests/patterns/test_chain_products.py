@@ -167,9 +167,18 @@ def test_other_convolutions_are_none(options, how):
 @pytest.mark.parametrize("run, chain", [
     (lambda m, x: F.gelu(m.one(m.norm(x)).flatten(2)), "linear"),
     (lambda m, x: m.two(F.gelu(m.one(m.norm(x)))[:, :, 1:]), "linear -> gelu"),
-    (lambda m, x: m.one(m.norm(x)).relu_(), ""),
+    (lambda m, x: F.leaky_relu_(m.one(m.norm(x))), ""),
 ], ids=["view", "slice", "written"])
 def test_what_ends_a_chain_of_convolutions(run, chain):
+    check(Convolutions(run), image((B, C, 6, 8), True), fused=1)
+    assert chains() == [chain]
+
+
+@pytest.mark.parametrize("run, chain", [
+    (lambda m, x: m.two(F.gelu(m.one(m.norm(x)).mul_(2))), "linear -> mul gelu -> linear"),
+    (lambda m, x: F.relu(m.down(m.norm(x)), inplace=True), "patch conv -> relu"),
+], ids=["1x1", "patch"])
+def test_what_is_pointwise_in_place(run, chain):
     check(Convolutions(run), image((B, C, 6, 8), True), fused=1)
     assert chains() == [chain]
 
@@ -246,6 +255,9 @@ SCORES = {
     "no scale": (plain(lambda q, k, m: heads(q) @ heads(k).transpose(2, 3)), ""),
     "mask": (plain(lambda q, k, m: heads(q) @ heads(k).transpose(2, 3) * 0.25 + m), " -> mul add"),
     "scaled query": (plain(lambda q, k, m: heads(q * 0.25) @ heads(k).mT), "linear x3 -> mul -> score"),
+    "in place": (plain(lambda q, k, m: (heads(q) @ heads(k).mT).mul_(0.25).add_(m)), " -> mul add"),
+    "query scaled in place": (plain(lambda q, k, m: heads(q.mul_(0.25)) @ heads(k).mT),
+                              "linear x3 -> mul -> score"),
     "copied query": (plain(lambda q, k, m: heads(q).contiguous() @ heads(k).transpose(2, 3)), ""),
     "cast": (plain(lambda q, k, m: (heads(q) @ heads(k).mT).float().mul(0.25).to(q.dtype)),
              " -> mul"),
@@ -295,7 +307,7 @@ def test_rounding_is_eagers():
 @pytest.mark.parametrize("score", [
     lambda q, k, m: heads(q) @ heads(k).repeat_interleave(2, 2).transpose(2, 3),
     lambda q, k, m: heads(q).relu() @ heads(k).transpose(2, 3),
-    lambda q, k, m: (heads(q) @ heads(k).transpose(2, 3)).mul_(0.25),
+    lambda q, k, m: (heads(q) @ heads(k).transpose(2, 3)).clamp_(0),
     lambda q, k, m: heads(q).transpose(2, 3) @ heads(k),
     lambda q, k, m: torch.einsum("bhid,bgjd->bhij", heads(q), heads(k)),
     lambda q, k, m: heads(q) @ heads(k.flip(1)).transpose(2, 3),
@@ -332,6 +344,18 @@ def test_values_that_others_read_too():
     model = Scores(score, packed=True)
     check(model, torch.randn(B, T, C), fused=1)
     assert chains() == ["linear -> score -> mul"]
+
+
+def test_views_that_are_written_after_the_score():
+    """In place on what the op yields: the score reads what was there before."""
+    class Model(Scores):
+        def forward(self, x):
+            h = self.norm(x)
+            q, k = heads(self.q(h)), heads(self.k(h))
+            return q @ k.mT * 0.25, q.mul_(2), self.v(h)
+
+    check(Model(None), torch.randn(B, T, C), fused=1)
+    assert chains() == ["linear x3 -> score -> mul"]
 
 
 def test_a_mask_whose_gradient_is_wanted(monkeypatch):
@@ -391,8 +415,8 @@ def test_gradients_of_convolutions(name, monkeypatch):
     assert chains() == [case.chain]
 
 
-@pytest.mark.parametrize("name", ["mask", "scaled query", "bmm", "einsum of rows", "split", "unbind",
-                                  "interleaved"])
+@pytest.mark.parametrize("name", ["mask", "in place", "scaled query", "query scaled in place", "bmm",
+                                  "einsum of rows", "split", "unbind", "interleaved"])
 def test_gradients_of_scores(name, monkeypatch):
     """Of a packed qkv, the score stays outside in training: its gradient would be made twice."""
     make, chain = SCORES[name]

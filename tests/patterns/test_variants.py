@@ -343,8 +343,9 @@ def centre(x, dim=-1):
     return x - x.mean(dim, keepdim=True)
 
 
-def plus_equals(variance, x):
-    variance += 1e-5
+def plus_equals(variance, x, view=lambda variance: variance):
+    part = view(variance)
+    part += 1e-5
     return x * torch.rsqrt(variance)
 
 
@@ -407,10 +408,10 @@ LOOK_ALIKES = {
     "two dims, one restored": (lambda x: two_dims_one_restored(x[:, :4]), None),
     "kept and unsqueezed": (lambda x: x[0] * torch.rsqrt(ms(x[0]).unsqueeze(-1) + 1e-5), None),
     "rank grows": (lambda x: x[0, 0] * torch.rsqrt(ms(x[0]) + 1e-5), None),
-    "eps +=": (lambda x: plus_equals(ms(x), x), IN_PLACE),
-    "eps add_": (lambda x: x * torch.rsqrt(ms(x).add_(1e-5)), IN_PLACE),
-    "rsqrt_": (lambda x: x * (ms(x) + 1e-5).rsqrt_(), IN_PLACE),
-    "add_ rsqrt_": (lambda x: x * ms(x).add_(1e-5).rsqrt_(), IN_PLACE),
+    "eps +=, of a view": (lambda x: plus_equals(ms(x), x, lambda v: v[:]), "memory is written"),
+    "eps add_": (lambda x: (x * torch.rsqrt((v := ms(x))[:].add_(1e-5)), v), IN_PLACE),
+    "rsqrt_": (lambda x: (x * (v := ms(x) + 1e-5)[:].rsqrt_(), v), IN_PLACE),
+    "add_ rsqrt_": (lambda x: (x * (v := ms(x))[:].add_(1e-5).rsqrt_(), v), IN_PLACE),
     "sum +=": (lambda x: plus_equals(x.abs().sum(-1, True), x), None),
     "returns rstd": (lambda x: (x * (r := torch.rsqrt(ms(x) + 1e-5)), r), ELSEWHERE),
     "returns var": (lambda x: (centre(x) * ((v := ms(centre(x))) + 1e-5).rsqrt(), v * 2), ELSEWHERE),
@@ -434,6 +435,22 @@ def test_look_alikes_are_left_alone(name):
     reasons = [site.reason for site in report.sites]
     assert bool(reasons) == bool(reason), reasons
     assert not reason or all(reason in why for why in reasons), reasons
+
+
+STATISTICS_IN_PLACE = {
+    "eps +=": lambda x: plus_equals(ms(x), x),
+    "eps add_": lambda x: x * torch.rsqrt(ms(x).add_(1e-5)),
+    "rsqrt_": lambda x: x * (ms(x) + 1e-5).rsqrt_(),
+    "add_ rsqrt_": lambda x: x * ms(x).add_(1e-5).rsqrt_(),
+    "mul_": lambda x: x.exp().mul_(torch.rsqrt(ms(x.exp()) + 1e-5)),
+}
+
+
+@pytest.mark.parametrize("name", STATISTICS_IN_PLACE)
+def test_statistics_in_place_that_nobody_else_reads(name):
+    function = Of(STATISTICS_IN_PLACE[name])
+    check(function, torch.randn(4, 16, 16), fused=int(name != "mul_"))
+    check(function, torch.randn(4, 16, 16, requires_grad=True), declined=None, grad=True, exact=False)
 
 
 def rstd(x):

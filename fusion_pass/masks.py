@@ -1,0 +1,195 @@
+"""Attention masks that say nothing: built from sizes alone, all True or causal.
+
+Where a library asks in eager whether a mask is needed at all, it cannot ask while it is traced: the graph
+then builds the mask from `arange` and comparisons in every call, and scaled_dot_product_attention, given a
+mask, has to run a slower kernel than it does in eager. Such a mask is a constant of the graph. It is
+computed once, here, and where it is all True the call gets no mask, where it is causal `is_causal=True`,
+which mean the same by the definition of torch.nn.functional.scaled_dot_product_attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx import Graph, Node
+
+from .effects import value_of
+from .graph import Lens
+from .kinds import STRIDE_FREE_VIEWS, base_name, kind
+from .rewrite import copy_graph
+
+ALL, CAUSAL = "all True", "causal"
+
+#: elements of the largest mask that is looked into, and of what it is made of
+MAX_ELEMENTS = 1 << 27
+
+_FACTORIES = frozenset("arange ones zeros full eye".split())
+#: of a tensor whose values do not matter -> what they fill the result with
+_FILLS = {"new_ones": 1, "ones_like": 1, "new_zeros": 0, "zeros_like": 0}
+#: Functions of their arguments alone, which write nothing and draw nothing.
+_PURE = frozenset(
+    "add sub mul eq ne lt le gt ge and_ or_ xor invert not_ __and__ __or__ __xor__ __invert__ logical_and "
+    "logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not bool int long float "
+    "to diff cumsum tril triu where masked_fill repeat repeat_interleave contiguous clone view reshape "
+    "flatten abs".split()) | STRIDE_FREE_VIEWS
+
+_ATTENTION = "scaled_dot_product_attention"
+_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+def without_needless_masks(graph: Graph) -> tuple[Graph, str]:
+    """A copy of `graph` without them, and words for the report; `graph` itself and "" where it has none."""
+    found = needless_masks(graph)
+    if not found:
+        return graph, ""
+    copied, env = copy_graph(graph)
+    _drop(copied, {env[node]: meaning for node, meaning in found.items()})
+    return copied, _words(found)
+
+
+def needless_masks(graph: Graph) -> dict[Node, str]:
+    """The attentions of a graph, whose nodes carry fakes, that have a constant and needless mask -> ALL or
+    CAUSAL."""
+    calls = [(node, _arguments(node)) for node in graph.nodes if base_name(node) == _ATTENTION]
+    calls = [(node, given) for node, given in calls
+             if isinstance(given.get("attn_mask"), Node) and given.get("is_causal", False) is False]
+    if not calls or _capturing():
+        return {}
+    lens = Lens(graph)
+    constants = _constants(lens)
+    known: dict[Node, str | None] = {}
+    found = {}
+    for node, given in calls:
+        mask = given["attn_mask"]
+        if mask not in constants:
+            continue
+        if mask not in known:
+            known[mask] = _meaning(_evaluate(lens, mask, constants))
+        if known[mask] is not None and _fits(lens, node, given, known[mask]):
+            found[node] = known[mask]
+    return found
+
+
+def _capturing() -> bool:
+    """Whether CUDA records what is launched: then nothing can be computed and looked at."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _drop(graph: Graph, attentions: dict[Node, str]) -> None:
+    """Take the masks out of those calls of `graph`, and what nobody reads then."""
+    orphans = []
+    for node, meaning in attentions.items():
+        given = _arguments(node)
+        orphans.append(given.pop("attn_mask"))
+        if meaning == CAUSAL:
+            given["is_causal"] = True
+        others = {name: arg for name, arg in node.kwargs.items() if name not in _ARGUMENTS}
+        node.args = tuple(given.pop(name) for name in _ARGUMENTS[:3])
+        node.kwargs = {**given, **others}
+    while orphans:
+        node = orphans.pop()
+        if not node.users and not node._erased:
+            above = node.all_input_nodes
+            graph.erase_node(node)
+            orphans += (one for one in above if _is_pure(one))
+
+
+def _words(attentions: dict[Node, str]) -> str:
+    counts = [f"{list(attentions.values()).count(meaning)} {meaning}" for meaning in (ALL, CAUSAL)
+              if meaning in attentions.values()]
+    masks = "attention mask is" if len(attentions) == 1 else "attention masks are"
+    return f"{len(attentions)} {masks} not built: the same in every call ({', '.join(counts)})"
+
+
+def _arguments(node: Node) -> dict:
+    """The arguments of an attention by name, without those that only a keyword can give."""
+    named = {name: arg for name, arg in node.kwargs.items() if name in _ARGUMENTS}
+    return {**dict(zip(_ARGUMENTS, node.args)), **named}
+
+
+def _is_pure(node: Node) -> bool:
+    name = base_name(node)
+    return name in _FACTORIES or name in _FILLS or name in _PURE or kind(node) in _PURE
+
+
+def _constants(lens: Lens) -> set[Node]:
+    """The nodes that yield the same in every call of the graph."""
+    found: set[Node] = set()
+    for node in lens.nodes:
+        if not _is_pure(node) or "out" in node.kwargs or node in lens.transformed or lens.is_mutated(node):
+            continue
+        if not all(map(_small, _tensors(value_of(node)))):
+            continue
+        if base_name(node) in _FILLS or all(arg in found for arg in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _tensors(value) -> Iterator[torch.Tensor | None]:
+    for one in value if isinstance(value, (tuple, list)) else (value,):
+        yield one if isinstance(one, torch.Tensor) else None
+
+
+def _small(fake: torch.Tensor | None) -> bool:
+    """Whether it is a plain tensor of static sizes, and not too large."""
+    return fake is not None and fake.layout is torch.strided and \
+        all(isinstance(n, int) for n in (*fake.shape, *fake.stride())) and fake.numel() <= MAX_ELEMENTS
+
+
+def _evaluate(lens: Lens, mask: Node, constants: set[Node]) -> torch.Tensor | None:
+    """The values of a constant node; None where they cannot be computed here."""
+    needed, stack = set(), [mask]
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack += () if base_name(node) in _FILLS else node.all_input_nodes
+    values: dict[Node, object] = {}
+    try:
+        with unset_fake_temporarily(), torch.no_grad():
+            for node in sorted(needed, key=lens.position.__getitem__):
+                values[node] = _run(node, values)
+    except Exception:  # a mask that stays in the graph is no failure
+        return None
+    return values[mask] if isinstance(values[mask], torch.Tensor) else None
+
+
+def _run(node: Node, values: dict[Node, object]):
+    fill = _FILLS.get(base_name(node))
+    if fill is not None:
+        fake = value_of(node)
+        return torch.full(fake.shape, fill, dtype=fake.dtype, device=fake.device)
+    args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+    if node.op == "call_method":
+        return getattr(args[0], node.target)(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)
+
+
+def _meaning(mask: torch.Tensor | None) -> str | None:
+    if mask is None or mask.dim() < 2:
+        return None
+    if mask.dtype != torch.bool:
+        if not mask.is_floating_point():
+            return None
+        # What is added to the scores: nothing, or all that there is.
+        if not bool(((mask == 0) | (mask == -torch.inf)).all()):
+            return None
+        mask = mask == 0
+    if bool(mask.all()):
+        return ALL
+    rows, columns = mask.shape[-2:]
+    causal = torch.ones(rows, columns, dtype=torch.bool, device=mask.device).tril()
+    return CAUSAL if rows == columns and bool((mask == causal).all()) else None
+
+
+def _fits(lens: Lens, node: Node, given: dict, meaning: str) -> bool:
+    """Whether the attention without its mask has the same shape, and the same rows and columns as it."""
+    query, key, value = (lens.tensor(given.get(name)) for name in _ARGUMENTS[:3])
+    mask, out = lens.tensor(given["attn_mask"]), lens.tensor(node)
+    if any(fake is None for fake in (query, key, value, mask, out)):
+        return False
+    sizes = (*query.shape[:-1], value.shape[-1])
+    return tuple(out.shape) == sizes and \
+        (meaning == ALL or tuple(mask.shape[-2:]) == (query.shape[-2], key.shape[-2]))

@@ -1,0 +1,111 @@
+"""Results that a cat joins (the q of text and image, before one attention): their kernels write its memory.
+
+A cat copies what the kernels have just written. Where all that a site yields goes into cats, it is written
+there at once; the other parts of those cats are copied as before. Only for sizes that never vary, and
+where no gradient is recorded.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import networkx as nx
+from torch.fx import Node
+
+from ..cat_site import CatNode, build
+from ..graph import Lens, same_shape
+from ..kernels.region import dense_strides
+from ..kinds import STRIDE_FREE_VIEWS
+from ..select import Taken
+from ..site import Decline, Site, assemble
+
+#: bytes of the smallest cat that is taken: below, a launch costs more than the copy
+LEAST_BYTES = 1 << 20
+
+
+def join_cats(lens: Lens, taken: Taken) -> None:
+    """Put the cats of what taken sites yield, and those sites, into one op each; what cannot stays."""
+    cats = {part: cat for cat in _cats(lens, taken) for part in cat.parts}
+    if not cats:
+        return
+    groups = nx.Graph()
+    moved: dict[Node, Site] = {}  # anchor -> the site with the views in front of the cats
+    for site in taken.sites:
+        written = _into_cats(lens, site, cats)
+        if written is not None:
+            moved[site.anchor] = written
+            groups.add_edges_from((site.anchor, cats[out].node) for out in written.outputs)
+    sites = {site.anchor: site for site in taken.sites}
+    by_node = {cat.node: cat for cat in cats.values()}
+    for group in nx.connected_components(groups):
+        members = sorted(group, key=lens.position.__getitem__)
+        anchors = [node for node in members if node in moved]
+        joined = build(lens, [moved[anchor] for anchor in anchors],
+                       [by_node[node] for node in members if node in by_node])
+        if not any(node in joined.interior for node, _ in joined.inputs):  # a cat of a cat
+            taken.replace([sites[anchor] for anchor in anchors], joined)
+
+
+def _cats(lens: Lens, taken: Taken) -> list[CatNode]:
+    found = (_cat(lens, node) for node in lens.nodes if lens.kind(node) == "cat" and not taken.holds(node))
+    return [cat for cat in found if cat is not None]
+
+
+def _cat(lens: Lens, node: Node) -> CatNode | None:
+    kwargs = dict(node.kwargs)
+    parts = node.args[0] if node.args else kwargs.pop("tensors", ())
+    dim = node.args[1] if len(node.args) > 1 else kwargs.pop("dim", kwargs.pop("axis", 0))
+    fake = lens.tensor(node)
+    if kwargs or fake is None or not isinstance(dim, int) or not isinstance(parts, (tuple, list)) or \
+            not all(isinstance(part, Node) for part in parts) or len(set(parts)) != len(parts):
+        return None
+    fakes = [lens.tensor(part) for part in parts]
+    dim %= max(fake.dim(), 1)
+    if None in fakes or any(part.dtype != fake.dtype or part.dim() != fake.dim() for part in fakes):
+        return None
+    sizes = (*fake.shape, *(n for part in fakes for n in (*part.shape, *part.stride())))
+    if not all(isinstance(n, int) for n in sizes) or not fake.dim() or dim == fake.dim() - 1:
+        return None
+    if fake.requires_grad or lens.is_mutated(node) or node in lens.transformed or \
+            not same_shape(fake.stride(), dense_strides(tuple(fake.shape), range(fake.dim()))):
+        return None
+    if math.prod(fake.shape) * fake.element_size() < LEAST_BYTES or \
+            any(part.numel() == 0 or part.device != fake.device for part in fakes):
+        return None
+    return CatNode(node, tuple(parts), dim)
+
+
+def _into_cats(lens: Lens, site, cats: dict[Node, CatNode]) -> Site | None:
+    """`site` with all its results given as parts of cats; None where one is read in another way."""
+    if type(site) is not Site or site.finish or site.norms[0].axis is not None:
+        return None
+    ends, views = [], set()
+    for out in site.outputs:
+        node = out
+        while node not in cats:
+            users = list(node.users)
+            if len(users) != 1 or not _leads_on(lens, site, users[0], node):
+                return None
+            views.add(users[0])
+            node = users[0]
+        cat = cats[node].node
+        if set(node.users) != {cat} or lens.segment[cat] != lens.segment[site.anchor] or \
+                lens.tensor(node).shape[-1] != site.region.lane:
+            return None
+        ends.append(node)
+    if not views:
+        return site
+    try:
+        written = assemble(lens, site.pattern, site.norms, site.interior | views, ends,
+                           composites=site.composites, expands=True)
+    except Decline:
+        return None
+    return replace(written, parts=site.parts)
+
+
+def _leads_on(lens: Lens, site: Site, view: Node, node: Node) -> bool:
+    """Whether `view` is one of `node` alone that may be taken of what the site reads instead."""
+    return lens.is_view(view) and (lens.is_identity(view) or lens.kind(view) in STRIDE_FREE_VIEWS) and \
+        view.all_input_nodes == [node] and lens.segment[view] == lens.segment[site.anchor] and \
+        not lens.is_mutated(view) and lens.tensor(view) is not None
