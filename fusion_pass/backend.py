@@ -11,7 +11,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -46,6 +46,7 @@ from .patterns import candidate, find_norms
 from .patterns.cats import join_cats
 from .patterns.chain import extend_chains
 from .patterns.packed import join_packed
+from .patterns.rotary_site import take_rotary
 from .report import FusionReport, SiteReport, emit, progress, record
 from .rewrite import read_by_result, rewrite
 from .select import select
@@ -127,12 +128,12 @@ def _compile_the_fastest(gm: GraphModule, plain: Graph, inputs, chosen: Options,
 def _short_rows_fused(graph: Graph, chosen: Options) -> tuple[Graph | None, set[str]]:
     """The graph with the sites of short rows alone, and the names of their nodes; None where none are."""
     try:
-        some, sites = fuse_graph(graph, chosen, lambda site: site.region.lane <= SHORT_ROW)
+        some = fuse(graph, chosen, lambda site: site.region.lane <= SHORT_ROW)
     except Exception:
         if strict():
             raise
         return None, set()
-    return some, {site.node for site in sites if site.status == "fused"}
+    return some.graph, {site.node for site in some.sites if site.status == "fused"}
 
 
 def _twin(gm: GraphModule, graph: Graph) -> GraphModule:
@@ -169,14 +170,14 @@ def _fused_module(gm: GraphModule, chosen: Options) -> tuple[FusionReport, Graph
     """`fuse_module`, the report not recorded; and the graph without fused sites."""
     started = time.perf_counter()
     error, note = None, ""
-    sites: list[SiteReport] = []
+    fused = Fused(None)
     original = plain = gm.graph
     try:
         if chosen.masks == "simplify":
             plain, note = without_needless_masks(original)
-        fused, sites = fuse_graph(plain, chosen, begin=True)
-        if fused is not None or plain is not original:
-            gm.graph = fused or plain
+        fused = fuse(plain, chosen, begin=True)
+        if fused.graph is not None or plain is not original:
+            gm.graph = fused.graph or plain
             _LazyGraphModule.force_recompile(gm)  # here, where a failure falls back
     except Exception as failure:
         if strict():
@@ -187,22 +188,42 @@ def _fused_module(gm: GraphModule, chosen: Options) -> tuple[FusionReport, Graph
         error = f"{type(failure).__name__}: {failure}"
     with _lock:
         number = next(_graph_numbers)
-    report = FusionReport(name=model_name(gm), graph_index=number, sites=tuple(sites), error=error,
-                          seconds=time.perf_counter() - started, notes=(note,) if note else ())
+    report = FusionReport(name=model_name(gm), graph_index=number, sites=fused.sites, rotary=fused.rotary,
+                          error=error, seconds=time.perf_counter() - started, notes=(note,) if note else ())
     return report, plain
 
 
-def fuse_graph(graph: Graph, options: Options | None = None,
-               wanted: Callable[[Site], bool] | None = None, *,
-               begin: bool = False) -> tuple[Graph | None, list[SiteReport]]:
-    """The fused form of a Dynamo or ATen graph whose nodes carry fakes, and a report per norm site.
+@dataclass(frozen=True)
+class Fused:
+    """What the pass makes of a graph.
 
-    `graph` itself is left as it is; the first result is None where nothing was fused. Sites that would be
-    fused and are not `wanted` stay as they are, and have no report. `begin`: begin to compile the kernels, in
-    the background, since the graph will run.
+    Attributes:
+        graph: the fused form; None where nothing was fused.
+        sites: a report for each norm site, in the order of the graph.
+        rotary: one for each rotary embedding that was fused by itself.
+    """
+
+    graph: Graph | None
+    sites: tuple[SiteReport, ...] = ()
+    rotary: tuple[SiteReport, ...] = ()
+
+
+def fuse_graph(graph: Graph, options: Options | None = None) -> tuple[Graph | None, list[SiteReport]]:
+    """`fuse`, of which the graph and the reports of norm sites."""
+    fused = fuse(graph, options or Options())
+    return fused.graph, list(fused.sites)
+
+
+def fuse(graph: Graph, options: Options, wanted: Callable[[Site], bool] | None = None,
+         begin: bool = False) -> Fused:
+    """The fused form of a Dynamo or ATen graph whose nodes carry fakes; `graph` itself is left as it is.
+
+    Args:
+        wanted: sites that would be fused and are not wanted stay as they are, and have no report.
+        begin: begin to compile the kernels, in the background, since the graph will run.
     """
     with _collector_paused():
-        return _fuse_graph(graph, options or Options(), wanted, begin)
+        return _fuse(graph, options, wanted, begin)
 
 
 @contextmanager
@@ -218,8 +239,7 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _fuse_graph(graph: Graph, options: Options, wanted: Callable[[Site], bool] | None,
-                begin: bool) -> tuple[Graph | None, list[SiteReport]]:
+def _fuse(graph: Graph, options: Options, wanted: Callable[[Site], bool] | None, begin: bool) -> Fused:
     lens = Lens(read_by_result(graph))
     norms, refused = find_norms(lens)
     claimed = {node for found in norms for node in found.norm.interior}
@@ -231,6 +251,8 @@ def _fuse_graph(graph: Graph, options: Options, wanted: Callable[[Site], bool] |
         taken = taken.only(wanted)
     if options.inner in RUN_AS_WRITTEN:
         extend_chains(lens, taken, differentiable=options.inner == "eager")
+    rotary = take_rotary(lens, taken, claimed, no_grad) if options.inner in RUN_AS_WRITTEN else ()
+    besides = {part.anchor for site in rotary for part in site.parts or (site,)}
     if options.inner == "eager":
         join_cats(lens, taken)
     by_out = {found.norm.out: found.norm for found in norms}
@@ -244,14 +266,19 @@ def _fuse_graph(graph: Graph, options: Options, wanted: Callable[[Site], bool] |
         except Exception:  # what it would have gained is time alone
             if strict():
                 raise
-    reports = [report for unit in taken.sites for report in _reports(lens, unit, options.self_check)]
-    reports += declined
-    reports.sort(key=lambda pair: lens.position[pair[0]])
-    return fused, [report for _, report in reports] + _nested(graph)
+    reports = [pair for unit in taken.sites for pair in _reports(lens, unit, options.self_check)]
+    apart = [pair for pair in reports if pair[0] in besides]
+    norms_alone = [pair for pair in reports if pair[0] not in besides]
+    return Fused(fused, (*_in_order(lens, norms_alone + declined), *_nested(graph)), _in_order(lens, apart))
+
+
+def _in_order(lens: Lens, reports) -> tuple[SiteReport, ...]:
+    """The reports of (anchor, report), in the order of the graph."""
+    return tuple(report for _, report in sorted(reports, key=lambda pair: lens.position[pair[0]]))
 
 
 def _reports(lens: Lens, taken: Site | ChainSite | CatSite, self_check: str):
-    """(anchor, report) of each norm of a taken site."""
+    """(anchor, report) of each norm of a taken site, or of each rotary embedding."""
     if isinstance(taken, CatSite):
         found = [_reports_of(lens, piece, piece, _call(piece, taken.places(piece)), self_check)
                  for piece in taken.pieces]
@@ -296,6 +323,8 @@ def _fused(lens: Lens, site: Site, part: Site, call, behind, ways, outcome) -> S
     # The last word of a path: a name that is the same in every layer keeps layers in one row.
     others = [module_path(other.anchor).rpartition(".")[2] or source_line(other.anchor)
               for other in site.parts if other is not part]
+    if others and not part.norms[0].op:
+        others = ["another one"]  # q's rotary and k's are of one module, and as a rule of one line
     return SiteReport(
         status="fused", pattern=part.pattern, where=lens.where(part.anchor), node=part.anchor.name,
         region=site.region.text, device=str(lens.tensor(part.anchor).device),

@@ -137,7 +137,7 @@ def check(target: str, soc: str, verify: bool, jobs: int, grad: bool, as_json: b
     reports = _reports(target, soc, grad)
     # Norms that share a launch share the call.
     calls = {id(call): call for r in reports if r.error is None
-             for site in r.sites for call in (site.call, *site.calls_behind) if call is not None}
+             for site in r.entries for call in (site.call, *site.calls_behind) if call is not None}
     with _progress("compiling") as step:
         found = check_calls(list(calls.values()), soc, verify, jobs, step)
     failed = any(evidence.failed for evidence in found) or any(r.error for r in reports)
@@ -237,11 +237,10 @@ def _for_soc(report, soc: str):
     """The report with the kernels of `soc`, and with the bytes that these move: a row that no tile holds is
     read in several passes. Sites that share a launch share the call."""
     calls: dict[int, tuple] = {}  # id of a call -> (it with the SoC, what _extra_reads says)
-    sites = []
-    for site in report.sites:
+
+    def for_soc(site):
         if site.call is None:
-            sites.append(site)
-            continue
+            return site
         if id(site.call) not in calls:
             call = replace(site.call, soc=soc)
             calls[id(site.call)] = call, *_extra_reads(call, soc)
@@ -249,8 +248,9 @@ def _for_soc(report, soc: str):
         moved = None if site.bytes_after is None else round(site.bytes_after * share)
         notes = "; ".join(filter(None, (site.note, note)))
         behind = tuple(replace(call, soc=soc) for call in site.calls_behind)
-        sites.append(replace(site, call=call, calls_behind=behind, bytes_after=moved, note=notes))
-    return replace(report, sites=tuple(sites))
+        return replace(site, call=call, calls_behind=behind, bytes_after=moved, note=notes)
+
+    return replace(report, sites=tuple(map(for_soc, report.sites)), rotary=tuple(map(for_soc, report.rotary)))
 
 
 def _extra_reads(call, soc: str) -> tuple[float, str]:

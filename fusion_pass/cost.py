@@ -80,8 +80,8 @@ def _concrete(fake) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _is_free(lens: Lens, node: Node) -> bool:
-    """A view or an identity launches nothing."""
-    return lens.kind(node) == "getitem" or lens.is_view(node)
+    """A view, an identity and an allocation launch nothing."""
+    return lens.kind(node) == "getitem" or lens.is_view(node) or base_name(node) == "empty_like"
 
 
 def _label(lens: Lens, node: Node) -> str:

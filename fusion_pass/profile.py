@@ -114,7 +114,7 @@ class Profile:
         linear layers. Sites that share a launch share the count."""
         return [FusedSite(where, name, self.launches(name))
                 for report in reports if report.error is None
-                for site in report.sites if site.status == FUSED
+                for site in report.entries if site.status == FUSED
                 for where, name in ((site.where, site.kernel_name()),
                                     *((f"{site.where}, behind its linear layers", name)
                                       for name in site.kernels_behind_names()))]
@@ -306,7 +306,7 @@ def read_reports(path: Path) -> list[FusionReport]:
         found = [FusionReport.from_dict(one) for one in reports]
     except (TypeError, ValueError, AttributeError) as error:
         raise ProfileError(f"{path} is no report: {error}") from None
-    for site in (site for report in found for site in report.sites):
+    for site in (site for report in found for site in report.entries):
         if not (isinstance(site.kernel, str) and isinstance(site.where, str)):
             raise ProfileError(f"{path} is no report: the kernel and the place of a site are words, not "
                                f"{site.kernel!r} and {site.where!r}")

@@ -32,7 +32,7 @@ FUSED, DECLINED = "fused", "declined"
 
 @dataclass(frozen=True)
 class SiteReport:
-    """One norm site: what was done there, or why nothing was."""
+    """One norm site: what was done there, or why nothing was. Or a rotary embedding that was fused."""
 
     status: str  # "fused" | "declined"
     pattern: str
@@ -119,7 +119,8 @@ _LIVE = {"call", "calls_behind", "record", "chain_runner"}
 
 @dataclass(frozen=True, repr=False)
 class FusionReport:
-    """All norm sites of one graph, in graph order."""
+    """All norm sites of one graph, in graph order, and the rotary embeddings that were fused by themselves:
+    those on no norm, of which no other is listed."""
 
     name: str = ""  # the model's class, where known
     graph_index: int = 0
@@ -128,10 +129,17 @@ class FusionReport:
     seconds: float = 0.0  # time spent in the pass; not told where it is nan
     notes: tuple[str, ...] = ()  # what else was done to the graph
     choice: str = ""  # in front of a compiler that fuses on its own: which form of the graph runs, and why
+    rotary: tuple[SiteReport, ...] = ()  # rotary embeddings that were fused by themselves
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sites", tuple(self.sites))
+        object.__setattr__(self, "rotary", tuple(self.rotary))
         object.__setattr__(self, "notes", tuple(self.notes))
+
+    @property
+    def entries(self) -> tuple[SiteReport, ...]:
+        """The norm sites, then the rotary embeddings: all that may launch a kernel."""
+        return (*self.sites, *self.rotary)
 
     @property
     def found(self) -> int:
@@ -167,10 +175,14 @@ class FusionReport:
         took = f" ({self.seconds * 1e3:.1f} ms)" if math.isfinite(self.seconds) else ""
         if self.error is not None:
             return f"{start}the pass failed, the original graph runs{took}"
+        besides = ""
+        if self.rotary:
+            noun = "embedding" if len(self.rotary) == 1 else "embeddings"
+            besides = f"; {len(self.rotary)} rotary {noun} fused besides"
         if not self.sites:
-            return f"{start}no norm was found{took}"
+            return f"{start}no norm was found{besides}{took}"
         sites = "1 norm site" if self.found == 1 else f"{self.found} norm sites"
-        return f"{start}{sites}, {self.fused} fused, {self.declined} declined{took}"
+        return f"{start}{sites}, {self.fused} fused, {self.declined} declined{besides}{took}"
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -184,6 +196,7 @@ class FusionReport:
             "notes": list(self.notes),
             "choice": self.choice,
             "sites": [site.to_dict() for site in self.sites],
+            "rotary": [site.to_dict() for site in self.rotary],
         }
 
     def to_json(self, indent: int | None = 2) -> str:
@@ -200,6 +213,7 @@ class FusionReport:
             seconds=data.get("seconds") or 0.0,
             notes=data.get("notes", ()),
             choice=data.get("choice", ""),
+            rotary=tuple(SiteReport.from_dict(site) for site in data.get("rotary", ())),
         )
 
     def __str__(self) -> str:
@@ -325,8 +339,8 @@ def render(
         console.print(Text(visible(report.choice), overflow="fold"))
     if report.error is not None:
         console.print(Padding(Text(_block(report.error), "red", overflow="fold"), (0, 0, 0, 2)))
-    elif report.sites:
-        rows = grouped(report.sites)
+    elif report.entries:
+        rows = grouped(report.entries)
         console.print(_table(rows))
         for line in _footnotes(report):
             console.print(Text(line, "dim", overflow="fold"))
@@ -387,7 +401,7 @@ def _details(site: SiteReport) -> list[str]:
 
 def _footnotes(report: FusionReport) -> list[str]:
     lines = []
-    pairs = [(s.bytes_before, s.bytes_after) for s in report.sites if s.status == FUSED]
+    pairs = [(s.bytes_before, s.bytes_after) for s in report.entries if s.status == FUSED]
     pairs = [pair for pair in pairs if None not in pair]
     if len(pairs) > 1:
         before, after = (sum(column) for column in zip(*pairs, strict=True))
@@ -395,7 +409,7 @@ def _footnotes(report: FusionReport) -> list[str]:
         lines.append(f"all fused sites: {', '.join(total)}")
     if any(site.hidden_kernels for site in report.sites):
         lines.append("* launched unseen on Ascend: predicted from CANN's sources, not measured")
-    if any(site.symbolic for site in report.sites):
+    if any(site.symbolic for site in report.entries):
         lines.append("~ for the sizes seen at compile time")
     return lines
 

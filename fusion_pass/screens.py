@@ -105,7 +105,7 @@ def show_tuned(tuned: Tuned) -> None:
     console = _console()
     for report in tuned.reports:
         console.print(Text(report.headline(), style="bold"))
-        for place, sites in grouped(report.sites):
+        for place, sites in grouped(report.entries):
             if sites[0].status != FUSED:
                 continue
             console.print(Text(place + (f"  x{len(sites)}" if len(sites) > 1 else "")))
@@ -121,7 +121,7 @@ def _sites_of(reports: Sequence[FusionReport]) -> dict[str, list[str]]:
     """Kernel name -> the sites that launch it, equal layers as one."""
     found: dict[str, list[str]] = {}
     for report in reports:
-        for place, sites in grouped(report.sites):
+        for place, sites in grouped(report.entries):
             if sites[0].status == FUSED:
                 times = f"  x{len(sites)}" if len(sites) > 1 else ""
                 for name in dict.fromkeys(site.kernel_name() for site in sites):

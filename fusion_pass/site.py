@@ -102,12 +102,26 @@ class Norm:
 
 
 @dataclass(frozen=True)
-class Composite:
-    """Nodes that together are one lane op (kernels/region.py) of `source`; `out` is the last of them,
-    and nobody else reads the others."""
+class Term:
+    """What an op of a region (kernels/region.py) yields of values of the graph and of other terms. A lane op
+    (`dtype` None) keeps the dtype of its argument."""
 
     op: str
-    source: Node
+    args: tuple[Node | Term, ...]
+    dtype: torch.dtype | None = None
+
+    @property
+    def values(self) -> tuple[Node, ...]:
+        """The nodes that the term is made of."""
+        found = [x for arg in self.args for x in ((arg,) if isinstance(arg, Node) else arg.values)]
+        return tuple(dict.fromkeys(found))
+
+
+@dataclass(frozen=True)
+class Composite:
+    """Nodes that together compute `term`, which `out` yields; nobody else reads the others."""
+
+    term: Term
     out: Node
     nodes: frozenset[Node]
 
@@ -128,7 +142,7 @@ class Site:
     fakes: tuple[torch.Tensor, ...] = field(default=(), repr=False)
     #: the sites that this one joins in one launch; the report speaks of each
     parts: tuple[Site, ...] = field(default=(), repr=False)
-    #: what of `interior` is one lane op
+    #: what of `interior` is a term
     composites: tuple[Composite, ...] = field(default=(), repr=False)
 
     @property
@@ -225,8 +239,7 @@ class Assembler:
             return self._operand(node, steps)
         lens = self.lens
         if node in self.composites:
-            value = self.emit(self.composites[node].source, steps)
-            return self.line(self.dtypes[value], self.composites[node].op, (value,))
+            return self._term(self.composites[node].term, steps, node)
         if node is self.regroup:
             return self.emit(node.args[0], steps)
         word = lens.kind(node)
@@ -244,6 +257,17 @@ class Assembler:
             raise Decline(f"{word or node.target} has no place in a region", node)
         args = tuple(self._argument(arg, steps, node) for arg in pointwise_args(lens, node))
         return self.line(dtype, op, args)
+
+    def _term(self, term: Term, steps, node: Node) -> str:
+        args = tuple((self._term if isinstance(arg, Term) else self._argument)(arg, steps, node)
+                     for arg in term.args)
+        dtype = self.dtypes[args[0]] if term.dtype is None else self._word(term.dtype, node)
+        if term.op == "cast":
+            return self.cast(*args, dtype)
+        key = (term.op, dtype, args)  # q and k repeat the elements of one table
+        if key not in self.memo:
+            self.memo[key] = self.line(dtype, term.op, args)
+        return self.memo[key]
 
     def _argument(self, arg, steps, node: Node):
         if isinstance(arg, Node):
@@ -433,9 +457,8 @@ def assemble(lens: Lens, pattern: str, norms: Sequence[Norm], interior: frozense
     """The site that replaces `interior` and yields `outputs` (nodes of it).
 
     `regroup` is a reshape inside, above the norm: the region works on the shape before it, and the
-    reshape is done on the (contiguous) results instead. `composites` are the lane ops inside.
-    `expands`: where a view is taken of a broadcast operand, it is taken of the operand expanded, if sizes
-    are static.
+    reshape is done on the (contiguous) results instead. `composites` are the terms inside. `expands`:
+    where a view is taken of a broadcast operand, it is taken of the operand expanded, if sizes are static.
 
     Raises:
         Decline: where the nodes have no exact region, with the node that is in the way.

@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from .backend import fuse_graph, model_name
+from .backend import Fused, fuse, model_name
 from .errors import UserError
 from .loading import Example, describe
 from .options import Options, strict
@@ -106,14 +106,14 @@ def trace(example: Example, options: Options | None = None, grad: bool = False,
 def _report(gm: torch.fx.GraphModule, options: Options, number: int) -> FusionReport:
     """What the backend would report of a graph, which is left as it is. Not how long that took: in a
     report on an NPU it would read as a time of the NPU's."""
-    error, sites = None, []
+    error, fused = None, Fused(None)
     try:
-        _, sites = fuse_graph(gm.graph, options)
+        fused = fuse(gm.graph, options)
     except Exception as failure:
         if strict():
             raise
         error = f"{type(failure).__name__}: {failure}"
-    return FusionReport(model_name(gm), number, tuple(sites), error, seconds=math.nan)
+    return FusionReport(model_name(gm), number, fused.sites, error, seconds=math.nan, rotary=fused.rotary)
 
 
 @contextlib.contextmanager

@@ -336,7 +336,8 @@ class Generator:
         self.put(f"{value.var} = {self._rounded(text, line)}")
 
     def _permuted(self, line: Line) -> str:
-        """A lane op: the two halves (or the two of every pair) of the tile change places."""
+        """A lane op: the two halves (or the two of every pair) of the tile change places, or one of the two
+        takes both."""
         name, x = line.name, self._value(line.args[0])
         rows, room = self.rows if x.rows else 1, self.cols // 2
         self.put(f"# {line}")
@@ -348,8 +349,10 @@ class Generator:
                 raise Unsupported(f"pairs and halves of {self.lane} columns in one kernel")
             text = f"tl.reshape({text}, ({rows}, {room}, 2))"
         self.put(f"FIRST_{name}, SECOND_{name} = tl.split({text})")
+        first, second = f"FIRST_{name}", f"SECOND_{name}"
         # Times -1: Triton's -x is 0 - x, which loses the sign of a zero.
-        text = f"tl.join(SECOND_{name} * -1.0, FIRST_{name})"
+        text = "tl.join({}, {})".format(*{"repeat_even": (first, first), "repeat_odd": (second, second)}.get(
+            line.op, (f"{second} * -1.0", first)))
         if line.op == "rotate_half":
             text = f"tl.permute({text}, (0, 2, 1))"
         return f"tl.reshape({text}, ({rows}, {self.cols}))"

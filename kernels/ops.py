@@ -207,7 +207,9 @@ def _backward(ctx, grads):
         found = torch.ops.ascend_ln_fuse.region_backward(ctx.text, inputs, ctx.scalars, filled, given,
                                                          needs)
     made_of = [*inputs, *(g for g in grads if g is not None)]
-    return None, _once([grad if need else None for grad, need in zip(found, needs)], made_of), None
+    # To torch.library an empty list is a structure of its own, which backward must return.
+    no_scalars = None if ctx.scalars else []
+    return None, _once([grad if need else None for grad, need in zip(found, needs)], made_of), no_scalars
 
 
 _LIBRARY.impl("region", _region, "CompositeExplicitAutograd")

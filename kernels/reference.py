@@ -30,7 +30,16 @@ def _rotate_pairs(v: torch.Tensor) -> torch.Tensor:
     return torch.stack((-v[..., 1::2], v[..., ::2]), -1).flatten(-2)
 
 
-_LANE_FUNCTIONS = {"rotate_half": _rotate_half, "rotate_pairs": _rotate_pairs}
+def _repeat_even(v: torch.Tensor) -> torch.Tensor:
+    return v[..., ::2].repeat_interleave(2, -1)
+
+
+def _repeat_odd(v: torch.Tensor) -> torch.Tensor:
+    return v[..., 1::2].repeat_interleave(2, -1)
+
+
+_LANE_FUNCTIONS = {"rotate_half": _rotate_half, "rotate_pairs": _rotate_pairs,
+                   "repeat_even": _repeat_even, "repeat_odd": _repeat_odd}
 
 
 def _layer_norm(x: torch.Tensor, lane: tuple[int, ...], weight: torch.Tensor | None,

@@ -43,10 +43,12 @@ DTYPES: dict[str, int] = {"bf16": 2, "f16": 2, "f32": 4, "f64": 8}
 #: norm op -> number of arguments. The first is the value; eps is the last.
 NORMS: dict[str, int] = {"layer_norm": 4, "rms_norm": 3}
 
-#: op that permutes the lane (D even) -> what it yields, lane by lane, for a value v of D elements.
+#: op that moves elements along the lane (D even) -> what it yields, lane by lane, for a value v of D.
 LANE_OPS: dict[str, str] = {
     "rotate_half": "cat(-v[D/2:], v[:D/2])",
     "rotate_pairs": "-v[1], v[0], -v[3], v[2], ...",
+    "repeat_even": "v[0], v[0], v[2], v[2], ...",
+    "repeat_odd": "v[1], v[1], v[3], v[3], ...",
 }
 
 #: An argument of a line: a value's name, a scalar's name, a literal, or None for a missing operand.

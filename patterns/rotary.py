@@ -7,14 +7,15 @@ growth; what surrounds it (`q * cos + rotated * sin`, casts) is pointwise.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
+import torch
 from torch.fx import Node
 
 from ..graph import Lens, same, same_shape
 from ..kernels.region import dense_strides
 from ..kinds import base_name
-from ..site import Composite
+from ..site import Composite, Term
 
 #: devices whose compilers permute a lane element by element: there a rotation stays where it is
 ELEMENTWISE = frozenset({"npu"})
@@ -22,18 +23,63 @@ ELEMENTWISE = frozenset({"npu"})
 #: the longest lane that is rotated: a kernel must hold all of it
 MAX_LANE = 8192
 
+#: views between a value and a half of its lane; more are not looked through
+MAX_VIEWS = 8
+
 
 def rotations(lens: Lens, source: Node, twins: Collection[Node] = ()) -> list[Composite]:
     """The rotations of `source` in the graph that nobody looks into. `twins` are nodes that yield
     `source` itself."""
-    full = lens.tensor(source)
-    lane = full.shape[-1] if full is not None and full.dim() else 0
-    if not isinstance(lane, int) or lane % 2 or not 0 < lane <= MAX_LANE or \
-            not same(full.stride(-1), 1):
+    if not rotates(lens, source):
         return []
     roots = {source, *twins}
     found = (_rotation(lens, source, roots, end) for end in _joins(lens, roots))
     return [composite for composite in found if composite is not None]
+
+
+def rotation_at(lens: Lens, end: Node) -> Composite | None:
+    """The rotation that the cat or stack `end` makes of the nearest value above it that has one."""
+    parts, _ = _joined(end)
+    return next((found for value in values_above(lens, parts[-1] if len(parts) == 2 else None)
+                 if (found := _rotation(lens, value, {value}, end)) is not None), None)
+
+
+def rotates(lens: Lens, value: Node) -> bool:
+    """Whether a kernel can rotate the lane of `value`."""
+    fake = lens.tensor(value)
+    lane = fake.shape[-1] if fake is not None and fake.dim() else 0
+    return isinstance(lane, int) and lane % 2 == 0 and 0 < lane <= MAX_LANE and same(fake.stride(-1), 1)
+
+
+def values_above(lens: Lens, part: Node | None) -> Iterator[Node]:
+    """The values that `part` may be half a lane of, nearest first."""
+    for _ in range(MAX_VIEWS):
+        if part is None or not lens.is_view(part):
+            return
+        part = part.args[0]
+        if rotates(lens, part):
+            yield part
+
+
+def views_up(lens: Lens, node: Node, roots: Collection[Node]) -> set[Node] | None:
+    """The views from `node` up to one of `roots`; None where something else is between."""
+    views: set[Node] = set()
+    while isinstance(node, Node) and node not in roots:
+        if not lens.is_view(node):
+            return None
+        views.add(node)
+        node = node.args[0]
+    return views if views and node in roots else None
+
+
+def lies(lens: Lens, part: Node, full: torch.Tensor, offset: int, step: int) -> bool:
+    """Whether `part` is every `step`-th element of half the lane of `full`, from `offset` on."""
+    fake, half = lens.tensor(part), full.shape[-1] // 2
+    if fake is None or fake.dtype != full.dtype or not same_shape(fake.shape, (*full.shape[:-1], half)):
+        return False
+    strides = (*full.stride()[:-1], step)
+    return same(fake.storage_offset() - full.storage_offset(), offset) and \
+        all(same(a, b) or same(n, 1) for a, b, n in zip(fake.stride(), strides, fake.shape))
 
 
 def _joins(lens: Lens, roots: set[Node]) -> list[Node]:
@@ -58,7 +104,7 @@ def _rotation(lens: Lens, source: Node, roots: set[Node], end: Node) -> Composit
         return None
     negated, first = parts
     second = negated.args[0]
-    views = [_views(lens, part, roots) for part in (first, second)]
+    views = [views_up(lens, part, roots) for part in (first, second)]
     full, out = lens.tensor(source), end
     nodes = {negated, end}
     rank, half = full.dim(), full.shape[-1] // 2
@@ -73,7 +119,7 @@ def _rotation(lens: Lens, source: Node, roots: set[Node], end: Node) -> Composit
             return None
     else:
         return None
-    if not _lies(lens, first, full, 0, step) or not _lies(lens, second, full, apart, step):
+    if not lies(lens, first, full, 0, step) or not lies(lens, second, full, apart, step):
         return None
     nodes.update([out], *views)
     # `.reshape(x.shape)` of dynamic sizes
@@ -84,7 +130,7 @@ def _rotation(lens: Lens, source: Node, roots: set[Node], end: Node) -> Composit
         return None
     if any(user not in nodes for node in nodes - {out} for user in node.users):
         return None
-    return Composite(op, source, out, frozenset(nodes))
+    return Composite(Term(op, (source,)), out, frozenset(nodes))
 
 
 def _joined(end: Node) -> tuple[tuple, object]:
@@ -96,27 +142,6 @@ def _joined(end: Node) -> tuple[tuple, object]:
             not all(isinstance(part, Node) for part in parts):
         return (), None
     return tuple(parts), dim
-
-
-def _views(lens: Lens, node: Node, roots: set[Node]) -> set[Node] | None:
-    """The views from `node` up to one of `roots`; None where something else is between."""
-    views: set[Node] = set()
-    while isinstance(node, Node) and node not in roots:
-        if not lens.is_view(node):
-            return None
-        views.add(node)
-        node = node.args[0]
-    return views if views and node in roots else None
-
-
-def _lies(lens: Lens, part: Node, full, offset: int, step: int) -> bool:
-    """Whether `part` is every `step`-th element of half the lane of `full`, from `offset` on."""
-    fake, half = lens.tensor(part), full.shape[-1] // 2
-    if fake is None or fake.dtype != full.dtype or not same_shape(fake.shape, (*full.shape[:-1], half)):
-        return False
-    strides = (*full.stride()[:-1], step)
-    return same(fake.storage_offset() - full.storage_offset(), offset) and \
-        all(same(a, b) or same(n, 1) for a, b, n in zip(fake.stride(), strides, fake.shape))
 
 
 def _flat(lens: Lens, end: Node, full) -> Node | None:

@@ -26,6 +26,7 @@ from .columns import COLUMNS, DEFAULT, ON_CPU
 from .measure import DeviceLost, Limits, measure
 from .results import ROOT, Results, identity, in_order, missing, new_row
 from .specs import Spec, chosen
+from .turns import Turn
 
 #: With less left of `--seconds` no model is begun.
 LEAST_SECONDS = 60
@@ -47,6 +48,8 @@ def arguments() -> argparse.ArgumentParser:
                         help="a column whose first call takes longer has failed; 0: no limit")
     parser.add_argument("--seconds", type=float, default=1e6,
                         help="time for all: a model not done by then is left")
+    parser.add_argument("--turn", type=Path, metavar="FILE",
+                        help="lock this file for what is timed, so that several runs at once take turns")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where rows are kept, and read from")
     parser.add_argument("--from", dest="others", type=Path, nargs="+", default=[], metavar="FILE",
                         help="files of earlier runs, whose rows are taken over")
@@ -77,7 +80,7 @@ class Run:
         self.device = torch.device(args.device)
         self.columns = in_order(args.columns or (DEFAULT if args.device == "cuda" else ON_CPU))
         self.limits = Limits(args.rounds, args.round_seconds, args.compile_seconds, args.device == "cuda",
-                             args.worker or command_of(args))
+                             args.worker or command_of(args), Turn(args.turn))
         self.end = time.monotonic() + args.seconds
         self.isolate = args.isolate if args.isolate is not None else args.device == "cuda"
 
@@ -115,6 +118,7 @@ class Run:
                        "--rounds", str(self.limits.rounds), "--round-seconds", str(self.limits.seconds),
                        "--compile-seconds", str(self.limits.compile_seconds),
                        *["--tiny"] * self.args.tiny]
+            command += ["--turn", str(self.args.turn)] if self.args.turn else []
             self.results.save()
             try:
                 code = subprocess.run(command, cwd=ROOT, timeout=self.end - time.monotonic()).returncode

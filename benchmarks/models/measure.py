@@ -9,7 +9,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from .columns import (
 )
 from .results import Results, Row, in_order, new_row
 from .specs import Spec
+from .turns import Turn
 
 
 class DeviceLost(RuntimeError):
@@ -47,13 +48,14 @@ class Limits:
     """rounds, seconds: of the timing. compile_seconds: of the first call of a column, for each form of a
     graph that it compiles; 0 for no limit.
     timed: whether there is a clock at all (a GPU); without one the rounds only run. command: what these
-    come from, for the row."""
+    come from, for the row. turn: what waits until no other run times anything."""
 
     rounds: int = 11
     seconds: float = 20.0
     compile_seconds: float = 240.0
     timed: bool = True
     command: str = ""
+    turn: Turn = field(default_factory=lambda: Turn(None))
 
 
 def measure(spec: Spec, layers: int, tiny: bool, device: torch.device, columns: Sequence[str],
@@ -70,6 +72,8 @@ def measure(spec: Spec, layers: int, tiny: bool, device: torch.device, columns: 
     wanted = [name for name in in_order({EAGER, *columns}) if name not in row["columns"]]
     torch._dynamo.reset()
     with torch.no_grad(), temporary_caches():
+        from ascend_ln_fuse.kernels import measure as measuring
+
         try:
             model, inputs = build(spec, layers, tiny, device)
             row["parameters"] = sum(p.numel() for p in model.parameters())
@@ -84,14 +88,17 @@ def measure(spec: Spec, layers: int, tiny: bool, device: torch.device, columns: 
             with contextlib.suppress(Exception):  # what fails here fails in its column too, and is told there
                 _warm_up(device, inductor={EAGER, OURS} < set(wanted))
             if OURS in wanted:
-                cell.compile_times()
+                with limits.turn():  # kernels are chosen here, by their times
+                    cell.compile_times()
         for slow in (False, True):
             found = [name for name in wanted if COLUMNS[name].slow is slow]
-            for name in found:
-                cell.add(name)
+            with limits.turn.around(measuring, "by_turns"):
+                for name in found:
+                    cell.add(name)
             if found:
-                cell.time()
-                cell.profile(found)
+                with limits.turn():
+                    cell.time()
+                    cell.profile(found)
 
 
 def words(error: BaseException) -> str:
@@ -251,11 +258,14 @@ def _warm_up(device: torch.device, inductor: bool) -> None:
 
 
 def _sites(reports: Sequence) -> dict[str, Any]:
-    """Norm sites over all graphs of a column; to be asked after the calls, which may fall back."""
+    """Norm sites over all graphs of a column, and the rotary embeddings fused besides; to be asked after the
+    calls, which may fall back."""
     sites = [site for report in reports for site in report.sites]
+    entries = [site for report in reports for site in report.entries]
     return {"found": len(sites), "fused": sum(report.fused for report in reports), "graphs": len(reports),
             "declined": dict(Counter(site.reason for site in sites if site.status == "declined")),
-            "fallbacks": dict(Counter(text for site in sites if (text := site.fallback_words()))),
             "choices": [report.choice for report in reports if report.choice],
+            "rotary": len(entries) - len(sites),
+            "fallbacks": dict(Counter(text for site in entries if (text := site.fallback_words()))),
             "ways": dict(Counter(way for site in sites for way in site.chain_ways())),
             "errors": [report.error for report in reports if report.error]}

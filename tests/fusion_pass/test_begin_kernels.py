@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from ascend_ln_fuse import backend as backends
 from ascend_ln_fuse import last_reports
-from ascend_ln_fuse.backend import fuse_graph
+from ascend_ln_fuse.backend import Options, fuse
 from ascend_ln_fuse.kernels import compiling, fused_linear_plan, launch, settings
 from ascend_ln_fuse.kernels.chain_ops import chain_runner
 from ascend_ln_fuse.kernels.ops import runner
@@ -139,7 +139,7 @@ def test_no_tensor_is_kept_alive(monkeypatch):
     model, fused = Block().bfloat16(), []
 
     def begin(gm, inputs):
-        fused.append(fuse_graph(gm.graph, begin=True)[0] is not None)
+        fused.append(fuse(gm.graph, Options(), begin=True).graph is not None)
         return gm.forward
 
     torch.compile(model, backend=begin)(torch.randn(2, 6, 64).bfloat16())

@@ -97,7 +97,7 @@ def test_counts():
 
 def test_dict_lists_every_site_with_every_key():
     data = dit(2).to_dict()
-    assert " ".join(data) == "name graph found fused declined error seconds notes choice sites"
+    assert " ".join(data) == "name graph found fused declined error seconds notes choice sites rotary"
     assert len(data["sites"]) == 12
     site = fused("a, m.py:1", hidden_kernels=("Slice",), call=call_of(lambda: "code")).to_dict()
     texts = {"status": "fused", "pattern": "norm", "where": "a, m.py:1"}

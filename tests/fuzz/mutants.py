@@ -92,7 +92,7 @@ MUTANTS = {
     "any variance is biased": Mutant(
         "patterns.handwritten_norm", "_Matcher._variance", "correction != 0", "False"),
     "half a rotation lies anywhere": Mutant(
-        "patterns.rotary", "_lies", "same(fake.storage_offset() - full.storage_offset(), offset)", "True"),
+        "patterns.rotary", "lies", "same(fake.storage_offset() - full.storage_offset(), offset)", "True"),
 }
 
 

@@ -372,10 +372,17 @@ def rotary(b: Builder, g: Genes) -> None:
     lane = b.tensor(value).shape[-1]
     shape = (b.tensor(value).shape[-2], lane)
     cos, sin = (b.parameter(shape, b.other if g[1] % 4 == 3 else b.dtype) for _ in range(2))
+    if g[3] % 3 == 2:
+        one, two = b.let(f"({value}[..., ::2], {value}[..., 1::2])", "rotary", 2, inner=True)
+        out, = b.let(f"torch.zeros_like({value})", "rotary", inner=True)
+        b.do(f"{out}[..., 0::2] = {one} * {cos}[..., 0::2] - {two} * {sin}[..., 1::2]", "rotary")
+        b.do(f"{out}[..., 1::2] = {one} * {sin}[..., 1::2] + {two} * {cos}[..., 0::2]", "rotary")
+        b.let(f"{out}.type_as({value})", "rotary")
+        return
     half = f"[..., :{lane // 2}]"
     halves = (f"{value}.chunk(2, -1)", f"({value}{half}, {value}[..., {lane // 2}:])")[g[2] % 2]
     one, two = b.let(halves, "rotary", 2, inner=True)
-    if g[3] % 2:
+    if g[3] % 3:
         b.let(f"torch.cat(({one} * {cos}{half} - {two} * {sin}{half}, "
               f"{two} * {cos}{half} + {one} * {sin}{half}), -1)", "rotary")
     else:

@@ -1,6 +1,8 @@
-"""Rotary embedding below a norm on an NVIDIA GPU: kernels by the design's bound, and whole models."""
+"""Rotary embedding on an NVIDIA GPU, below a norm and by itself: kernels by the design's bound, and whole
+models."""
 
 import pytest
+import rotary_forms as forms
 import torch
 from checks import check
 from norm_cases import assert_right, inputs_for, scalars_for
@@ -48,7 +50,8 @@ def test_rotary(op, dtype, lane, device):
 @pytest.mark.parametrize("dtype", ["f16", "f32", "f64"])
 def test_moves_are_exact(dtype, lane, device):
     r = parse(f"space [*, {lane}]\nin x: {dtype}[*, {lane}]\nh: {dtype} = rotate_half(x)\n"
-              f"p: {dtype} = rotate_pairs(h)\nout h: {dtype} order(0, 1)\nout p: {dtype} order(0, 1)")
+              f"p: {dtype} = rotate_pairs(h)\ne: {dtype} = repeat_even(p)\no: {dtype} = repeat_odd(p)\n"
+              + "\n".join(f"out {name}: {dtype} order(0, 1)" for name in "hpeo"))
     x = inputs_for(r, (333,))[0].to(device)
     x[3, 5], x[4, 2] = float("nan"), 0.0
     run = Runner(r)
@@ -88,3 +91,36 @@ def test_packed_q_and_k(pairs, dtype, device):
     report = check(Packed(pairs).to(device, dtype), qkv, angle.cos(), angle.sin(), fused=2)
     q, k = report.sites
     assert q.note and "rotary" in q.pattern and q.region == k.region
+
+
+class Alone(nn.Module):
+    """Rotary embeddings of q and k on no norm, spelled as diffusers and transformers do."""
+
+    def __init__(self, form, heads=8, lane=64):
+        super().__init__()
+        self.form, self.shape = form, (heads, lane)
+
+    def forward(self, q, k, cos, sin):
+        q, k = (x.unflatten(-1, self.shape).transpose(1, 2) for x in (q, k))
+        cos, sin = (x.view(*x.shape[:-1], self.shape[1]) for x in (cos, sin))  # static, as from a buffer
+        return self.form(q, cos, sin), self.form(k, cos, sin)
+
+
+ALONE = {"halves": lambda *given: forms.plain(*given, forms.slices),
+         "pairs": lambda *given: forms.wide(*given, forms.reshaped_pairs),
+         "written": lambda *given: forms.wan(*given, None)}
+
+
+@pytest.mark.real_gpu
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("form", ALONE)
+def test_alone(form, dtype, dynamic, device):
+    angle = torch.randn(300, 64, device=device)
+    tables = dtype if form == "halves" else torch.float32
+    q, k = torch.randn(2, 2, 300, 8 * 64, device=device).to(dtype)
+    model = Alone(ALONE[form])
+    report = check(model, q, k, angle.cos().to(tables), angle.sin().to(tables), fused=0, dynamic=dynamic)
+    first, second = report.rotary
+    assert first.note and first.region == second.region
+    assert first.self_check_words() and not first.fallback_words()

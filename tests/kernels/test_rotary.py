@@ -1,5 +1,5 @@
-"""Lane ops (rotate_half, rotate_pairs): region text, reference, and kernels run by Triton's interpreter
-against float64."""
+"""Lane ops (rotate_half, rotate_pairs, repeat_even, repeat_odd): region text, reference, and kernels run by
+Triton's interpreter against float64."""
 
 import pytest
 import torch
@@ -30,6 +30,21 @@ y: {cs} = add(a, b)
 z: {dt} = cast(y)
 out z: {dt} order(1, 0, 2)"""
 
+#: Wan's rotary embedding, of which the tables have an element for each of the lane; without a norm.
+REPEATED = """\
+space [*, *, {D}]
+in q: {dt}[*, *, {D}]
+in cos: f32[*, 1, {D}]
+in sin: f32[*, 1, {D}]
+c: f32 = repeat_even(cos)
+s: f32 = repeat_odd(sin)
+r: {dt} = rotate_pairs(q)
+a: f32 = mul(q, c)
+b: f32 = mul(r, s)
+y: f32 = add(a, b)
+z: {dt} = cast(y)
+out z: {dt} order(0, 1, 2)"""
+
 LANES = [2, 16, 64, 80, 128, 130]
 CUDA = cuda.describe("sm_90", 4).interpreted()
 
@@ -56,6 +71,8 @@ def meaning(op, v):
     if op == "rotate_half":
         return torch.stack([-v[..., i + lane // 2] if i < lane // 2 else v[..., i - lane // 2]
                             for i in range(lane)], -1)
+    if op != "rotate_pairs":
+        return torch.stack([v[..., i - i % 2 + (op == "repeat_odd")] for i in range(lane)], -1)
     return torch.stack([-v[..., i + 1] if i % 2 == 0 else v[..., i - 1] for i in range(lane)], -1)
 
 
@@ -115,6 +132,32 @@ def test_rotary(op, dtype, lane, wide):
     for outer, ratio in (((2, 5), 1.0), ((7, 3), 30.0), ((1, 1), 1.0)):
         inputs, scalars = inputs_for(r, outer, ratio), scalars_for(r)
         assert_right(r, inputs, scalars, run(r, inputs, scalars))
+
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+def test_repeated_tables(dtype, lane):
+    r = parse(REPEATED.format(D=lane, dt=dtype))
+    for outer in ((2, 5), (7, 3), (1, 1)):
+        inputs = inputs_for(r, outer)
+        outputs = run(r, inputs, [])
+        assert_right(r, inputs, [], outputs)
+        q, cos, sin = (x.double() for x in inputs)
+        first, second, cos, sin = q[..., ::2], q[..., 1::2], cos[..., ::2], sin[..., 1::2]
+        want = torch.stack((first * cos - second * sin, first * sin + second * cos), -1).flatten(-2)
+        torch.testing.assert_close(outputs[0], want.to(outputs[0].dtype))
+
+
+@pytest.mark.parametrize("op", ["repeat_even", "repeat_odd"])
+def test_repeated_lanes_are_exact(op):
+    """Also of a table that all rows share, in a tile with room, where a half is padded."""
+    r = parse(f"space [*, 80]\nin x: f32[*, 80]\nin w: f32[80]\na: f32 = {op}(x)\nb: f32 = {op}(w)\n"
+              f"h: f32 = rotate_half(a)\nc: f32 = add(b, h)\nout a: f32 order(0, 1)\nout c: f32 order(0, 1)")
+    x, w = torch.randn(9, 80), torch.randn(80)
+    x[3, 4], x[4, 5] = float("inf"), float("-inf")
+    repeated, total = run(r, [x, w], [], Tile(4, 128))
+    assert torch.equal(repeated, meaning(op, x))
+    assert torch.equal(total, meaning(op, w) + meaning("rotate_half", meaning(op, x)))
 
 
 @pytest.mark.parametrize("tile", [Tile(1, 128), Tile(4, 128), Tile(2, 256)], ids=str)

@@ -5,7 +5,22 @@ import sys
 import pytest
 import torch
 from checks import check, fresh
-from einops import rearrange
+from rotary_forms import (
+    FORMS,
+    HALVES,
+    PAIRS,
+    B,
+    D,
+    H,
+    L,
+    chunks,
+    plain,
+    reshaped_pairs,
+    slices,
+    swapped,
+    wan,
+    wide,
+)
 from torch import nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -15,98 +30,6 @@ from ascend_ln_fuse.backend import fuse_graph
 from ascend_ln_fuse.patterns.rotary import ELEMENTWISE
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-B, L, H, D = 2, 5, 4, 16
-
-
-# The rotations
-
-
-def slices(x):
-    """transformers"""
-    return torch.cat((-x[..., x.shape[-1] // 2:], x[..., : x.shape[-1] // 2]), dim=-1)
-
-
-def chunks(x):
-    first, second = x.chunk(2, -1)
-    return torch.cat([-second, first], -1)
-
-
-def splits(x):
-    first, second = torch.split(x, x.shape[-1] // 2, dim=-1)
-    return torch.concat((torch.neg(second), first), dim=x.dim() - 1)
-
-
-def narrow(x):
-    half = x.shape[-1] // 2
-    return torch.cat((x.narrow(-1, half, half).neg(), x.narrow(-1, 0, half)), axis=-1)
-
-
-def reshaped_half(x):
-    """diffusers' apply_rotary_emb, use_real_unbind_dim=-2"""
-    real, imag = x.reshape(*x.shape[:-1], 2, -1).unbind(-2)
-    return torch.cat([-imag, real], dim=-1)
-
-
-def einops_half(x):
-    first, second = rearrange(x, "... (two d) -> two ... d", two=2)
-    return torch.cat((-second, first), -1)
-
-
-def reshaped_pairs(x):
-    """diffusers' apply_rotary_emb, use_real_unbind_dim=-1"""
-    real, imag = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
-    return torch.stack([-imag, real], dim=-1).flatten(3)
-
-
-def strided_pairs(x):
-    """GPT-J, Cohere"""
-    return torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
-
-
-def einops_pairs(x):
-    """lucidrains"""
-    first, second = rearrange(x, "... (d r) -> ... d r", r=2).unbind(-1)
-    return rearrange(torch.stack((-second, first), dim=-1), "... d r -> ... (d r)")
-
-
-def viewed_pairs(x):
-    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack((-second, first), -1).reshape(x.shape)
-
-
-HALVES = [slices, chunks, splits, narrow, reshaped_half, einops_half]
-PAIRS = [reshaped_pairs, strided_pairs, einops_pairs, viewed_pairs]
-
-
-# What is made of them
-
-
-def plain(x, cos, sin, rotate):
-    """transformers"""
-    return x * cos + rotate(x) * sin
-
-
-def swapped(x, cos, sin, rotate):
-    return sin * rotate(x) + cos * x
-
-
-def wide(x, cos, sin, rotate):
-    """diffusers"""
-    return (x.float() * cos + rotate(x).float() * sin).to(x.dtype)
-
-
-def wide_first(x, cos, sin, rotate):
-    """HunyuanVideo: the rotation is of the cast value, the result gets x's dtype."""
-    return (x.float() * cos + rotate(x.float()) * sin).type_as(x)
-
-
-def cast_first(x, cos, sin, rotate):
-    """Qwen2.5-VL, GLM: everything in fp32, cast back."""
-    dtype, x = x.dtype, x.float()
-    return (x * cos.float() + rotate(x) * sin.float()).to(dtype)
-
-
-FORMS = [plain, swapped, wide, wide_first, cast_first]
 
 
 class RMS(nn.Module):
@@ -422,16 +345,6 @@ def halved_tables(x, cos, sin, rotate):
     first, second = x.chunk(2, -1)
     cos, sin = cos[..., :D // 2], sin[..., :D // 2]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-
-
-def wan(x, cos, sin, rotate):
-    """diffusers' Wan: written by setitem."""
-    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = cos[..., 0::2], sin[..., 1::2]
-    out = torch.empty_like(x)
-    out[..., 0::2] = first * cos - second * sin
-    out[..., 1::2] = first * sin + second * cos
-    return out.type_as(x)
 
 
 def complex_numbers(x, cos, sin, rotate):
