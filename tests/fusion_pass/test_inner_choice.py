@@ -229,14 +229,14 @@ def test_a_form_that_fails_leaves_the_others(fuser, clock, monkeypatch):
 
 
 def test_a_form_that_cannot_be_made_is_none(fuser, clock, monkeypatch):
-    original = backend.fuse_graph
+    original = backend.fuse
 
-    def fuse_graph(graph, options, wanted=None):
+    def fuse(graph, options, wanted=None, begin=False):
         if wanted is not None:
             raise RuntimeError("broken")
-        return original(graph, options)
+        return original(graph, options, wanted, begin)
 
-    monkeypatch.setattr(backend, "fuse_graph", fuse_graph)
+    monkeypatch.setattr(backend, "fuse", fuse)
     assert run(Heads(), torch.randn(4, 512)).fused == 3
     assert fuser.compiled == [FUSED, PLAIN]
 
