@@ -188,7 +188,7 @@ def _written(node: Node) -> list[Node] | None:
         # Named arguments: any of them may be the one.
         written += _nodes_in(node.args[:1]) or node.all_input_nodes
     if name in ("embedding", "embedding_bag") and \
-            (node.kwargs.get("max_norm") is not None or len(node.args) > 3):
+            (node.kwargs.get("max_norm") is not None or any(arg is not None for arg in node.args[3:4])):
         written += _nodes_in((node.args[1:2], node.kwargs.get("weight")))
     for schema in _writing_schemas(name):  # what neither name nor keyword betrays: fake-quant observers
         written += _written_by_schema(node, schema)

@@ -26,7 +26,7 @@ from .columns import COLUMNS, DEFAULT, ON_CPU
 from .measure import DeviceLost, Limits, measure
 from .results import ROOT, Results, identity, in_order, missing, new_row
 from .specs import Spec, chosen
-from .turns import Turn
+from .turns import Turns
 
 #: With less left of `--seconds` no model is begun.
 LEAST_SECONDS = 60
@@ -80,7 +80,7 @@ class Run:
         self.device = torch.device(args.device)
         self.columns = in_order(args.columns or (DEFAULT if args.device == "cuda" else ON_CPU))
         self.limits = Limits(args.rounds, args.round_seconds, args.compile_seconds, args.device == "cuda",
-                             args.worker or command_of(args), Turn(args.turn))
+                             args.worker or command_of(args), Turns(args.turn))
         self.end = time.monotonic() + args.seconds
         self.isolate = args.isolate if args.isolate is not None else args.device == "cuda"
 

@@ -36,7 +36,7 @@ from .columns import (
 )
 from .results import Results, Row, in_order, new_row
 from .specs import Spec
-from .turns import Turn
+from .turns import Turns
 
 
 class DeviceLost(RuntimeError):
@@ -48,14 +48,14 @@ class Limits:
     """rounds, seconds: of the timing. compile_seconds: of the first call of a column, for each form of a
     graph that it compiles; 0 for no limit.
     timed: whether there is a clock at all (a GPU); without one the rounds only run. command: what these
-    come from, for the row. turn: what waits until no other run times anything."""
+    come from, for the row. turns: with other runs on this machine."""
 
     rounds: int = 11
     seconds: float = 20.0
     compile_seconds: float = 240.0
     timed: bool = True
     command: str = ""
-    turn: Turn = field(default_factory=lambda: Turn(None))
+    turns: Turns = field(default_factory=lambda: Turns(None))
 
 
 def measure(spec: Spec, layers: int, tiny: bool, device: torch.device, columns: Sequence[str],
@@ -75,28 +75,31 @@ def measure(spec: Spec, layers: int, tiny: bool, device: torch.device, columns: 
         from ascend_ln_fuse.kernels import measure as measuring
 
         try:
-            model, inputs = build(spec, layers, tiny, device)
-            row["parameters"] = sum(p.numel() for p in model.parameters())
-            eager = first(model(**inputs)).clone()
+            with limits.turns.together():
+                model, inputs = build(spec, layers, tiny, device)
+                row["parameters"] = sum(p.numel() for p in model.parameters())
+                eager = first(model(**inputs)).clone()
         except Exception as error:
             row["failure"] = f"not built, or not run in eager: {words(error)}"
             results.put(row)
             return
         cell = _Cells(row, model, inputs, device, results, limits, eager)
-        cell.reference()
+        with limits.turns.together():
+            cell.reference()
         if limits.timed:
-            with contextlib.suppress(Exception):  # what fails here fails in its column too, and is told there
+            # What fails here fails in its column too, and is told there.
+            with limits.turns.together(), contextlib.suppress(Exception):
                 _warm_up(device, inductor={EAGER, OURS} < set(wanted))
             if OURS in wanted:
-                with limits.turn():  # kernels are chosen here, by their times
+                with limits.turns.alone():  # kernels are chosen here, by their times
                     cell.compile_times()
         for slow in (False, True):
             found = [name for name in wanted if COLUMNS[name].slow is slow]
-            with limits.turn.around(measuring, "by_turns"):
-                for name in found:
+            for name in found:
+                with limits.turns.together(), limits.turns.timing_alone(measuring, "by_turns"):
                     cell.add(name)
             if found:
-                with limits.turn():
+                with limits.turns.alone():
                     cell.time()
                     cell.profile(found)
 

@@ -112,6 +112,7 @@ WRITES = [
     ((F.dropout, "t", 0.5, True, False), {}, set()),
     ((F.layer_norm, "t", (4,), "t", "t"), {}, set()),
     ((F.embedding, "t", "t"), {}, set()),
+    ((F.embedding, "t", "t", 0, None, 2.0, False, False), {}, set()),
     ((aten.add, "t", "t"), {}, set()),
     ((aten.native_layer_norm, "t", [4], "t", "t", 1e-5), {}, set()),
     ((aten.native_layer_norm.default, "t", [4], "t", "t", 1e-5), {}, set()),
