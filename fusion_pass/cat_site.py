@@ -60,6 +60,11 @@ class CatSite:
     def finishes(self) -> tuple[tuple[Step, ...], ...]:
         return ((),) * len(self.outputs)
 
+    @property
+    def results(self) -> tuple[int, ...]:
+        """For each output, which of the op's results it is."""
+        return tuple(range(len(self.outputs)))
+
 
 def build(lens: Lens, pieces: Sequence[Site], cats: Sequence[CatNode]) -> CatSite:
     """The op that stands for `pieces` and `cats`; a part of a cat that no piece yields is copied."""

@@ -5,22 +5,27 @@ What belongs to it is decided by patterns/chain.py; here nodes become names (ker
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch.fx import Node
 
 from .graph import Lens, same, same_shape
-from .kernels.chain import Chain, LinearStage, Part, RegionStage
-from .site import Norm, Site, Step
+from .kernels.chain import Chain, RegionStage
+from .kernels.chain_products import LinearStage, Part, PatchStage, Ref, ScoreStage
+from .site import Decline, Norm, Site, Step, replay
 
 #: A tensor of the graph, and the views that are taken of it.
-Operand = "tuple[Node, tuple[Step, ...]]"
+Operand = tuple[Node, tuple[Step, ...]]
+
+#: Nodes that the chain replaces too, views of its values that others read: the value and the steps to each.
+Views = dict[Node, Operand]
 
 
 @dataclass(frozen=True)
 class Product:
-    """One linear layer in the graph.
+    """One linear layer, or a patch convolution, in the graph.
 
     Attributes:
         value: the node of what it reads (a value of the chain).
@@ -29,15 +34,40 @@ class Product:
         out: the node of the result.
         nodes: all that it replaces.
         finish: views that turn the product, `[..., N]`, into what `out` yields.
+        patches: it is a convolution whose stride is its kernel; `grid`: the height and width of an image
+            whose pixels are the rows of the value.
+        views: see `Views`.
     """
 
     value: Node
-    weight: tuple[Node, tuple[Step, ...]]
-    bias: tuple[Node, tuple[Step, ...]] | None
+    weight: Operand
+    bias: Operand | None
     transposed: bool
     out: Node
     nodes: frozenset[Node]
     finish: tuple[Step, ...] = ()
+    patches: bool = False
+    grid: tuple[int, int] | None = None
+    views: Views = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Score:
+    """The product of q and k in the graph.
+
+    Attributes:
+        query, key: the node of a value of the chain, and a function that makes the stage's operand of its
+            name.
+        flat: as in ScoreStage.
+        out, nodes, views: as in Product.
+    """
+
+    query: tuple[Node, Callable[[str], Ref]]
+    key: tuple[Node, Callable[[str], Ref]]
+    flat: bool
+    out: Node
+    nodes: frozenset[Node]
+    views: Views
 
 
 @dataclass(frozen=True)
@@ -62,6 +92,7 @@ class ChainSite:
         site: the norm's own, of which the report speaks.
         pieces: the sites of all regions of the chain, for the contract.
         finishes: for each output, the views that follow the op.
+        results: for each output, which of the op's results it is made of.
     """
 
     site: Site
@@ -71,6 +102,7 @@ class ChainSite:
     scalars: tuple[float | Node, ...]
     outputs: tuple[Node, ...]
     finishes: tuple[tuple[Step, ...], ...]
+    results: tuple[int, ...]
     pieces: tuple[Site, ...]
 
     @property
@@ -90,18 +122,24 @@ class ChainSite:
         return self.site.pattern
 
 
-def build(lens: Lens, site: Site, steps: list[Product | Pointwise]) -> ChainSite:
-    """The chain of `site` and what follows it, in the order in which it runs."""
+def build(lens: Lens, site: Site, steps: list[Product | Score | Pointwise]) -> ChainSite:
+    """The chain of `site` and what follows it, in the order in which it runs.
+
+    Raises:
+        Decline: a region reads a value of the chain in another layout than the chain has it in.
+    """
     return _Builder(lens, site, steps).build()
 
 
 class _Builder:
-    def __init__(self, lens: Lens, site: Site, steps: list[Product | Pointwise]):
+    def __init__(self, lens: Lens, site: Site, steps: list[Product | Score | Pointwise]):
         self.lens, self.site, self.steps = lens, site, steps
         self.inputs: dict = {}  # (node, steps as text) -> (name, operand)
         self.scalars: list[float | Node] = []
         self.names: dict[Node, str] = {}  # values of the chain
         self.finish: dict[Node, tuple[Step, ...]] = {}
+        self.laid_out: dict[Node, torch.Tensor] = {}  # fakes of the values as the chain has them
+        self.views: set[Node] = set()  # of `names`, those that are seen through views
         self.stages: list = []
 
     def build(self) -> ChainSite:
@@ -110,20 +148,30 @@ class _Builder:
         interior = set(site.interior)
         for step in self.steps:
             interior |= step.nodes
+            if isinstance(step, Pointwise):
+                self._region(step.site, [self._argument(step, *operand) for operand in step.site.inputs])
+                continue
+            for node, (source, steps) in step.views.items():
+                self.names[node] = self.names[source]
+                self.finish[node] = (*self.finish[source], *steps)
+                self.laid_out[node] = self.laid_out[source]
+                self.views.add(node)
             if isinstance(step, Product):
                 self._product(step)
             else:
-                self._region(step.site, [self._argument(step, *operand) for operand in step.site.inputs])
+                self._score(step)
         read = {name for stage in self.stages for name in stage.reads}
         outputs = [node for node, name in self.names.items()
-                   if name not in read or any(user not in interior for user in node.users)]
+                   if (name not in read and node not in self.views) or
+                   any(user not in interior for user in node.users)]
+        returned = list(dict.fromkeys(self.names[node] for node in outputs))
         chain = Chain(tuple(name for name, _ in self.inputs.values()),
-                      tuple(f"s{i}" for i in range(len(self.scalars))), tuple(self.stages),
-                      tuple(self.names[node] for node in outputs))
+                      tuple(f"s{i}" for i in range(len(self.scalars))), tuple(self.stages), tuple(returned))
         pieces = (site, *(step.site for step in self.steps if isinstance(step, Pointwise)))
         return ChainSite(site, chain, frozenset(interior), tuple(o for _, o in self.inputs.values()),
                          tuple(self.scalars), tuple(outputs),
-                         tuple(self.finish.get(node, ()) for node in outputs), pieces)
+                         tuple(self.finish.get(node, ()) for node in outputs),
+                         tuple(returned.index(self.names[node]) for node in outputs), pieces)
 
     def _region(self, site: Site, args: list) -> None:
         names = [self._name(node, site.finish) for node in site.outputs]
@@ -133,18 +181,31 @@ class _Builder:
     def _product(self, product: Product) -> None:
         weight = self._input(*product.weight)
         bias = None if product.bias is None else self._input(*product.bias)
-        self.stages.append(LinearStage(self._name(product.out, product.finish),
-                                       self.names[product.value], weight, bias, product.transposed))
+        name, value = self._name(product.out, product.finish), self.names[product.value]
+        self.stages.append(
+            PatchStage(name, value, weight, bias, product.grid) if product.patches else
+            LinearStage(name, value, weight, bias, product.transposed))
+
+    def _score(self, score: Score) -> None:
+        operands = [make(self.names[node]) for node, make in (score.query, score.key)]
+        self.stages.append(ScoreStage(self._name(score.out, ()), *operands, flat=score.flat))
 
     def _argument(self, step: Pointwise, node: Node, views):
         if node in step.parts:
             source, start, length = step.parts[node]
             return Part(self.names[source], start, length)
-        return self.names[node] if node in self.names else self._input(node, views)
+        if node not in self.names:
+            return self._input(node, views)
+        has, reads = self.laid_out[node], replay(self.lens.tensor(node), views)
+        if not same_shape(has.shape, reads.shape) or not same_shape(has.stride(), reads.stride()):
+            raise Decline("a value of the chain is read in another layout", node)
+        return self.names[node]
 
     def _name(self, node: Node, finish: tuple[Step, ...]) -> str:
-        self.names[node] = f"v{len(self.names)}"
+        self.names[node] = f"v{len(set(self.names.values()))}"
         self.finish[node] = finish
+        back = [Step.method("movedim", *reversed(step.args)) for step in finish if step.target == "movedim"]
+        self.laid_out[node] = replay(self.lens.tensor(node), back)
         return self.names[node]
 
     def _input(self, node: Node, views) -> str:

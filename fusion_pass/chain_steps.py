@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .kernels.chain import Chain, LinearStage, RegionStage
+from .kernels.chain import Chain, RegionStage
+from .kernels.chain_products import LinearStage
 from .kernels.pointwise import gelu_tanh
 from .kernels.region import Line, NormRegion, Operand, Output
 

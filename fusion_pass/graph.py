@@ -33,7 +33,7 @@ from .effects import (
     transform_depth_change,
     value_of,
 )
-from .kinds import kind
+from .kinds import base_name, kind
 from .updates import private_updates
 
 
@@ -50,6 +50,18 @@ def same(a, b) -> bool:
 def _expression(size):
     """How a size is written in the graph's symbols; None for one that is not (a nested tensor's)."""
     return size if isinstance(size, int) else getattr(getattr(size, "node", None), "expr", None)
+
+
+def _constant(node: Node) -> int | None:
+    """The int that the size of a dim is, which the graph asks for and has fixed; adds no guard."""
+    value = value_of(node)
+    if not isinstance(value, torch.SymInt) or not node.args or not isinstance(node.args[0], Node):
+        return None
+    asked = node.args[0] if base_name(node) == "getitem" else node
+    if base_name(asked) != "size":
+        return None
+    written = _expression(value)
+    return int(written) if getattr(written, "is_Integer", False) else None
 
 
 def same_shape(a, b) -> bool:
@@ -116,6 +128,9 @@ class Lens:
         self.graph = graph
         self.nodes = list(graph.nodes)
         self.position = {node: i for i, node in enumerate(self.nodes)}
+        #: numbers that are the same at every size: sizes of a dim that the graph's guards have fixed. Whoever
+        #: reads one needs not wait for it
+        self.constants = {node: size for node in self.nodes if (size := _constant(node)) is not None}
         self.segment: dict[Node, int] = {}
         self.transformed: set[Node] = set()
         self.written: set = set()
@@ -254,7 +269,7 @@ class Lens:
                     readers[key].append(i)
 
         for i, (node, effect) in enumerate(zip(self.nodes, effects)):
-            precede(map(self.position.__getitem__, node.all_input_nodes), i)
+            precede((self.position[n] for n in node.all_input_nodes if n not in self.constants), i)
             if fence is not None:
                 precede((fence,), i)
             if is_fence(node):

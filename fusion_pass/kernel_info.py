@@ -19,8 +19,9 @@ from torch import fx, nn
 from .backend import fuse_graph
 from .chain_modules import FusedChain, LayerNormLinearFusion
 from .kernels.call import Call
-from .kernels.chain import LinearStage, RegionStage, evaluate
+from .kernels.chain import RegionStage, evaluate
 from .kernels.chain_choice import ONE_KERNEL
+from .kernels.chain_products import Product
 from .kernels.chain_ways import ChainRunner
 from .kernels.joined import Joined
 from .kernels.layout import Unsupported
@@ -256,10 +257,9 @@ class _Seen:
             values.update(zip(stage.names, results))
             return results
 
-        def product(stage: LinearStage, value, weight, bias):
-            features = weight.shape[1 if stage.transposed else 0]
-            result = value.new_empty(*value.shape[:-1], features)
-            given = [t for t in (value, weight, bias) if t is not None]
+        def product(stage: Product, *operands):
+            result = operands[0].new_empty(stage.shape(*operands))
+            given = [t for t in operands if t is not None]
             word = str(stage).partition("= ")[2].partition("(")[0]
             text = f"{word}({', '.join(map(_typed, given))})"
             made[stage.names] = [KernelEntry("", LIBRARY, text, str(device), "", None, None,

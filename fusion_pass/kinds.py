@@ -45,7 +45,7 @@ _SAME = (
     "transpose", "movedim", "select", "narrow", "unbind", "chunk", "split", "tensor_split", "expand",
     "unsqueeze", "squeeze", "slice", "item", "addcmul", "linear", "stack", "_unsafe_view", "t",
     "swapaxes", "swapdims", "moveaxis", "expand_as", "view_as", "reshape_as", "broadcast_to",
-    "split_with_sizes", "mT", "rearrange", "addmm", "conv2d",
+    "split_with_sizes", "mT", "rearrange", "addmm", "bmm", "einsum", "conv2d",
     # (in eval mode an identity, which its fake shows)
     "dropout",
 )
@@ -98,6 +98,8 @@ def base_name(node: Node) -> str | None:
         return node.target
     if node.op != "call_function":
         return None
+    if node.target is getattr and node.args[1:] == ("mT",):
+        return "mT"
     return _function_name(node.target)
 
 

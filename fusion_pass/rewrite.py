@@ -66,7 +66,7 @@ def rewrite(lens: Lens, taken: Taken, traceable: bool, self_check: str) -> Graph
     """
     graph = Graph()
     graph._codegen = copy.deepcopy(lens.graph._codegen)  # how inputs and outputs are packed
-    env: dict[Node, Node] = {}
+    env: dict[Node, Node | int] = dict(lens.constants)
     #: per segment of the graph: a view taken under no_grad has no gradient elsewhere
     views: dict[int, dict] = {}
     schedule = taken.schedule()
@@ -78,7 +78,7 @@ def rewrite(lens: Lens, taken: Taken, traceable: bool, self_check: str) -> Graph
         if isinstance(unit, (Site, ChainSite, CatSite)):
             known = views.setdefault(lens.segment[unit.anchor], {})
             _insert(graph, unit, env, known, traceable, self_check)
-        elif unit not in interior:
+        elif unit not in interior and unit not in lens.constants:
             env[unit] = _copy(graph, unit, env.__getitem__)
     graph.lint()
     return graph
@@ -94,7 +94,7 @@ def copy_graph(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
     return copied, env
 
 
-def _copy(graph: Graph, node: Node, lookup: Callable[[Node], Node]) -> Node:
+def _copy(graph: Graph, node: Node, lookup: Callable[[Node], Node | int]) -> Node:
     result = graph.node_copy(node, lookup)
     if hasattr(node, "_dynamo_source"):  # of an input; AOTAutograd asks for it
         result._dynamo_source = node._dynamo_source
@@ -116,9 +116,12 @@ def _insert(graph: Graph, site: Site | ChainSite | CatSite, env: dict, views: di
             joined_call(site.joined, self_check)
         op = graph.call_function(call, (*inputs, *scalars))
     _keep_meta(op, site.anchor)
-    single = len(site.outputs) == 1 and not traceable
-    for number, (node, finish) in enumerate(zip(site.outputs, site.finishes)):
-        result = op if single else graph.call_function(operator.getitem, (op, number))
+    count = len(set(site.results))
+    single = count == 1 and not traceable
+    results = [op if single else graph.call_function(operator.getitem, (op, number))
+               for number in range(count)]
+    for node, finish, number in zip(site.outputs, site.finishes, site.results):
+        result = results[number]
         for step in finish:
             result = step.insert(graph, result, env.__getitem__)
         result.meta = dict(node.meta)

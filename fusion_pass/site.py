@@ -155,6 +155,11 @@ class Site:
         return (self.finish,) * len(self.outputs)
 
     @property
+    def results(self) -> tuple[int, ...]:
+        """For each output, which of the op's results it is."""
+        return tuple(range(len(self.outputs)))
+
+    @property
     def copied(self) -> tuple[Node, ...]:
         """The operands that are read through a contiguous copy."""
         return tuple(node for node, steps in self.inputs

@@ -1,7 +1,8 @@
 """Chains: a norm, the linear layers that read it, and what is pointwise between and behind them.
 
 A chain is a few stages in the order in which they run. A `RegionStage` is a NormRegion (the norm, with
-what grew round it; an activation; a gate; a residual add), a `LinearStage` is one matrix product:
+what grew round it; an activation; a gate; a residual add), a `LinearStage` is one matrix product, a
+`PatchStage` a downsampling convolution, a `ScoreStage` the product of q and k (chain_products.py):
 
     chain x, w, b, w1, b1, w2, b2; eps
     h = region(x, w, b; eps)
@@ -16,39 +17,21 @@ what grew round it; an activation; a gate; a residual add), a `LinearStage` is o
 
 Like a region, a chain holds structure only: which value goes where, dtypes, the lanes. It is frozen,
 hashable and prints as text, which is what a person reads and what measured choices are kept under. How
-a chain runs is said elsewhere (chain_ways.py); what it means, here: `evaluate` with torch's own linear.
+a chain runs is said elsewhere (chain_ways.py); what it means, here: `evaluate` with torch's own products.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch.nn import functional as F
 
+from .chain_products import Heads, Part, Product, name_of
 from .reference import reference
-from .region import NormRegion
-
-
-@dataclass(frozen=True)
-class Part:
-    """Columns `start` to `start + length` of a value: one of the two halves of a packed gate_up."""
-
-    name: str
-    start: int
-    length: int
-
-    def __str__(self) -> str:
-        return f"{self.name}[{self.start}:{self.start + self.length}]"
-
-    def of(self, value: torch.Tensor) -> torch.Tensor:
-        return value.narrow(-1, self.start, self.length)
-
-
-#: What a stage reads: a value or an input by its name, or a part of one.
-Ref = "str | Part"
+from .region import Line, NormRegion
 
 
 @dataclass(frozen=True)
@@ -70,39 +53,26 @@ class RegionStage:
     def reads(self) -> tuple[str, ...]:
         return tuple(name_of(arg) for arg in self.args)
 
+    @cached_property
+    def additive(self) -> bool:
+        """See `is_additive`."""
+        return is_additive(self.region)
+
     def __str__(self) -> str:
         scalars = f"; {', '.join(self.scalars)}" if self.scalars else ""
         body = "\n".join(f"    {line}" for line in self.region.text.split("\n"))
         return f"{', '.join(self.names)} = region({', '.join(map(str, self.args))}{scalars})\n{body}"
 
 
-@dataclass(frozen=True)
-class LinearStage:
-    """`name = value @ weight^T + bias`; `transposed`: the weight is `[K, N]`, as GPT-2's Conv1D has it,
-    instead of `[N, K]`."""
-
-    name: str
-    value: str
-    weight: str
-    bias: str | None = None
-    transposed: bool = False
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.name,)
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return tuple(name for name in (self.value, self.weight, self.bias) if name is not None)
-
-    def __str__(self) -> str:
-        word = "linear_kn" if self.transposed else "linear"
-        return f"{self.name} = {word}({', '.join(self.reads)})"
+def is_additive(region: NormRegion) -> bool:
+    """Whether a region only adds, casts and multiplies by numbers, so that its gradient needs no value."""
+    return all(_additive(line, region) for line in region.body)
 
 
-def name_of(ref) -> str:
-    """The name of the value that `ref` is, or is a part of."""
-    return ref.name if isinstance(ref, Part) else ref
+def _additive(line: Line, region: NormRegion) -> bool:
+    tensors = [isinstance(arg, str) and arg not in region.scalars for arg in line.args]
+    return line.op in ("add", "sub", "neg", "cast") or (line.op == "mul" and sum(tensors) == 1) or \
+        (line.op == "div" and tensors == [True, False])
 
 
 @dataclass(frozen=True)
@@ -156,11 +126,14 @@ class Chain:
 
     @cached_property
     def kept(self) -> tuple[str, ...]:
-        """What backward needs beside the inputs: products whose value a later stage computes with.
+        """What backward needs beside the inputs: products whose value a later stage's gradient is made of.
         Everything else is cheap to compute again."""
-        products = [stage.name for stage in self.stages if isinstance(stage, LinearStage)]
-        read = {name for stage in self.stages for name in stage.reads}
-        return tuple(name for name in products if name in read)
+        needed: set[str] = set()
+        for stage in reversed(self.stages):
+            if isinstance(stage, Product) or not stage.additive or needed.intersection(stage.names):
+                needed.update(stage.reads)
+        return tuple(stage.name for stage in self.stages
+                     if isinstance(stage, Product) and stage.name in needed)
 
     @property
     def words(self) -> str:
@@ -169,18 +142,25 @@ class Chain:
 
 
 def words_of(stages: Sequence) -> str:
-    """`linear -> gelu -> linear`: what these stages do, in short."""
+    """`linear -> gelu -> linear`: what these stages do, in short. Products of one value are fellows."""
     words: list[str] = []
-    fellows: list[LinearStage] = []
+    fellows: list[Product] = []
     for stage in stages:
-        if isinstance(stage, LinearStage):
-            fellows = [*fellows, stage] if fellows and fellows[0].value == stage.value else [stage]
-            words[-1:] = [f"linear x{len(fellows)}"] if fellows[1:] else [*words[-1:], "linear"]
+        if isinstance(stage, Product):
+            together = fellows and isinstance(stage.refs[0], str) and fellows[0].refs[0] == stage.refs[0]
+            fellows = [*fellows, stage] if together else [stage]
+            words[-1:] = [_fellows(fellows)] if together else [*words[-1:], stage.word]
             continue
         fellows = []
         body = [line.op for line in stage.region.body if line.op != "cast"]
-        words.append(" ".join(_NAMED.get(tuple(body), body)))
+        words.append(" ".join(_NAMED.get(tuple(body), body)) or "cast")
     return " -> ".join(words)
+
+
+def _fellows(stages: Sequence[Product]) -> str:
+    """`linear x3`, `linear, patch conv`."""
+    counts = Counter(stage.word for stage in stages)
+    return ", ".join(word if count == 1 else f"{word} x{count}" for word, count in counts.items())
 
 
 #: bodies that have a name of their own
@@ -188,40 +168,32 @@ _NAMED = {("mul", "sigmoid", "mul"): ["quick_gelu"],
           ("mul", "cube", "mul", "add", "mul", "tanh", "add", "mul"): ["gelu_new"]}
 
 
-def linear(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-           transposed: bool) -> torch.Tensor:
-    """The product of a LinearStage by torch's library: `[..., K]` -> `[..., N]`."""
-    if not transposed:
-        return F.linear(value, weight, bias)
-    rows = value if value.dim() == 2 else value.reshape(-1, value.shape[-1])
-    product = torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
-    return product if rows is value else product.view(*value.shape[:-1], weight.shape[1])
-
-
 def evaluate(chain: Chain, inputs: Sequence[torch.Tensor], scalars: Sequence[float],
-             run_region: Callable | None = None, run_linear: Callable | None = None,
+             run_region: Callable | None = None, run_product: Callable | None = None,
              keep: Sequence[str] = ()) -> dict[str, torch.Tensor]:
     """The values of `chain.outputs` and of `keep`, by name; other values are dropped when nothing reads
     them any more.
 
-    `run_region(stage, args, scalars)` gives a stage's outputs, `run_linear(stage, value, weight, bias)`
-    a product. Without them this is the meaning of a chain, in plain torch, differentiable.
+    `run_region(stage, args, scalars)` gives a stage's outputs, `run_product(stage, *operands)` a product
+    (operands as in `stage.refs`, None for no bias). Without them this is the meaning of a chain, in plain
+    torch, differentiable.
     """
     values: dict[str, torch.Tensor] = dict(zip(chain.inputs, inputs))
     walk(zip(chain.stages, chain.spent), values, dict(zip(chain.scalars, scalars)),
-         run_region or _plain_region, run_linear, keep)
+         run_region or _plain_region, run_product, keep)
     return {name: values[name] for name in dict.fromkeys((*chain.outputs, *keep))}
 
 
 def walk(stages: Iterable[tuple], values: dict[str, torch.Tensor], numbers: Mapping[str, float],
-         run_region: Callable, run_linear: Callable | None = None, keep: Sequence[str] = ()) -> None:
+         run_region: Callable, run_product: Callable | None = None, keep: Sequence[str] = ()) -> None:
     """Run `stages`, each with the values that are spent after it: adds their results to `values`, from which
     what is spent and not in `keep` goes. The functions are those of `evaluate`."""
-    run_linear = run_linear or _plain_linear
+    run_product = run_product or _plain_product
     for stage, spent in stages:
-        if isinstance(stage, LinearStage):
-            bias = None if stage.bias is None else values[stage.bias]
-            values[stage.name] = run_linear(stage, values[stage.value], values[stage.weight], bias)
+        if isinstance(stage, Product):
+            operands = [None if ref is None else operand(values, ref) for ref in stage.refs]
+            values[stage.name] = run_product(stage, *operands)
+            del operands
         else:
             args = [operand(values, arg) for arg in stage.args]
             values.update(zip(stage.names, run_region(stage, args, [numbers[s] for s in stage.scalars])))
@@ -233,12 +205,12 @@ def walk(stages: Iterable[tuple], values: dict[str, torch.Tensor], numbers: Mapp
 
 def operand(values: Mapping[str, torch.Tensor], ref) -> torch.Tensor:
     """What `ref` stands for."""
-    return ref.of(values[ref.name]) if isinstance(ref, Part) else values[ref]
+    return ref.of(values[ref.name]) if isinstance(ref, (Part, Heads)) else values[ref]
 
 
 def _plain_region(stage: RegionStage, args, scalars):
     return reference(stage.region, args, scalars)
 
 
-def _plain_linear(stage: LinearStage, value, weight, bias):
-    return linear(value, weight, bias, stage.transposed)
+def _plain_product(stage: Product, *operands):
+    return stage.run(*operands)

@@ -8,14 +8,15 @@ comes, which becomes the pre-activation's in its place.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch.nn import functional as F
+from torch.autograd.graph import get_gradient_edge
 
-from .chain import Chain, LinearStage, Part, RegionStage, evaluate, name_of, operand
+from .chain import Chain, RegionStage, evaluate, operand
+from .chain_products import Heads, LinearStage, Part, Product, name_of
 from .ops import gradients_again, runner
-from .reference import reference
+from .reference import TORCH_DTYPES, reference
 
 aten = torch.ops.aten
 
@@ -48,6 +49,7 @@ class _Reverse:
 
     Attributes:
         values: tensors by name: the inputs, the kept products, and what was computed again.
+        freed: of those that are gone, one element expanded to their shape.
         found: gradients so far, by name; those in `owned` may be written to.
     """
 
@@ -62,6 +64,7 @@ class _Reverse:
             if self.wanted.intersection(stage.reads):
                 self.wanted.update(stage.names)
         self.readers = Counter(name for stage in chain.stages for name in set(stage.reads))
+        self.freed: dict[str, torch.Tensor] = {}
         self.graphs: dict[str, tuple] = {}
         self.found: dict[str, torch.Tensor] = {}
         self.owned: set[str] = set()
@@ -75,6 +78,10 @@ class _Reverse:
                 self.forget(stage)
             elif isinstance(stage, LinearStage):
                 self.linear(stage)
+            elif isinstance(stage, Product):
+                self.product(stage)
+            elif stage.additive:
+                self.additive(stage)
             else:
                 self.region(stage)
         return [self.found.get(name) for name in self.chain.inputs]
@@ -92,11 +99,22 @@ class _Reverse:
         if owned or before is not None:
             self.owned.add(name)
 
-    def add_part(self, part: Part, grad: torch.Tensor) -> None:
+    def add_to(self, ref, grad: torch.Tensor, owned: bool = True) -> None:
+        """`grad` to the gradient of what `ref` stands for."""
+        if isinstance(ref, (Part, Heads)):
+            self.add_part(ref, grad)
+        else:
+            self.add(ref, grad, owned)
+
+    def add_part(self, part: Part | Heads, grad: torch.Tensor) -> None:
         """`grad` to the gradient of some columns."""
+        like = self.freed[part.name] if part.name in self.freed else self.value(part.name)
+        if isinstance(part, Heads) and part.columns == like.shape[-1]:
+            self.add(part.name, grad.transpose(-3, -2).flatten(-2))
+            return
         if part.name not in self.owned:
             before = self.found.get(part.name)
-            whole = torch.zeros_like(self.value(part.name), memory_format=torch.contiguous_format)
+            whole = torch.zeros_like(like, memory_format=torch.contiguous_format)
             self.found[part.name] = whole if before is None else whole.add_(before)
             self.owned.add(part.name)
         part.of(self.found[part.name]).add_(grad)
@@ -105,8 +123,8 @@ class _Reverse:
         """The value of that name, computed again where it was not kept."""
         if name not in self.values:
             stage = self.stages[name]
-            outputs = runner(stage.region.text)(*self.operands(stage)) if _activation(stage) else \
-                self.graph(stage)
+            outputs = runner(stage.region.text)(*self.operands(stage)) \
+                if _activation(stage) or stage.additive else self.graph(stage)
             self.values.update(zip(stage.names, outputs))
         return self.values[name]
 
@@ -125,25 +143,54 @@ class _Reverse:
                   for arg, ref in zip(args, stage.args)]
         with torch.enable_grad():
             outputs = reference(stage.region, leaves, numbers)
-        self.graphs[stage.names[0]] = leaves, outputs
+        # Of an output only its place in the graph: the tensor goes when nobody reads it any more.
+        self.graphs[stage.names[0]] = leaves, [get_gradient_edge(out) if out.requires_grad else None
+                                               for out in outputs]
         return [out.detach() for out in outputs]
 
     def forget(self, stage) -> None:
         """The stage is done: what nobody else reads is freed."""
         for name in set(stage.reads):
             self.readers[name] -= 1
-            if not self.readers[name] and name in self.stages:
-                self.values.pop(name, None)
+            if not self.readers[name] and name in self.stages and name in self.values:
+                value = self.values.pop(name)
+                self.freed[name] = value.new_empty(()).expand(value.shape)
 
     def linear(self, stage: LinearStage) -> None:
         grad = self.found.pop(stage.name)
-        if stage.weight in self.wanted:
-            self.add(stage.weight, weight_gradient(grad, self.value(stage.value), stage.transposed))
-        if stage.bias in self.wanted:
-            self.add(stage.bias, bias_gradient(grad))
+        needs = [ref in self.wanted for ref in stage.refs]
+        value = self.value(stage.value) if needs[1] else None
+        of_parameters = stage.gradients(grad, (value, None, None), (False, *needs[1:]))
+        del value
         self.forget(stage)
-        if stage.value in self.wanted:
-            self.add(stage.value, value_gradient(grad, self.values[stage.weight], stage.transposed))
+        of_value = stage.gradients(grad, (None, self.values[stage.weight], None), (needs[0], False, False))
+        for ref, found in zip(stage.refs, (of_value[0], *of_parameters[1:])):
+            if found is not None:
+                self.add(ref, found)
+
+    def product(self, stage: Product) -> None:
+        grad = self.found.pop(stage.name)
+        operands = [None if ref is None else self.argument(ref) for ref in stage.refs]
+        needs = [ref is not None and name_of(ref) in self.wanted for ref in stage.refs]
+        given = stage.gradients(grad, operands, needs)
+        del grad, operands
+        self.forget(stage)
+        for ref, found in zip(stage.refs, given):
+            if found is not None:
+                self.add_to(ref, found)
+
+    def additive(self, stage: RegionStage) -> None:
+        """Its inputs' values are not needed, and may not be there."""
+        given = {out.value: self.found.pop(name) for name, out in zip(stage.names, stage.region.outputs)
+                 if name in self.found}
+        found = additive_gradients(stage, given, self.numbers)
+        for ref, x in zip(stage.args, stage.region.inputs):
+            if x.name in found and name_of(ref) in self.wanted:
+                grad = found.pop(x.name)
+                if x.dims != ("*",) * stage.region.outer + (stage.region.lane,):
+                    grad = grad.sum_to_size(self.argument(ref).shape)
+                self.add_to(ref, grad, owned=False)
+        self.forget(stage)
 
     def region(self, stage: RegionStage) -> None:
         word = _activation(stage)
@@ -152,20 +199,16 @@ class _Reverse:
         else:
             if stage.names[0] not in self.graphs:
                 self.graph(stage)
-            leaves, outputs = self.graphs.pop(stage.names[0])
-            pairs = [(out, self.found.pop(name)) for name, out in zip(stage.names, outputs)
-                     if name in self.found and out.requires_grad]
+            leaves, edges = self.graphs.pop(stage.names[0])
+            pairs = [(edge, self.found.pop(name)) for name, edge in zip(stage.names, edges)
+                     if name in self.found and edge is not None]
             refs = [(ref, leaf) for ref, leaf in zip(stage.args, leaves) if leaf.requires_grad]
-            given = torch.autograd.grad([out for out, _ in pairs], [leaf for _, leaf in refs],
+            given = torch.autograd.grad([edge for edge, _ in pairs], [leaf for _, leaf in refs],
                                         [grad for _, grad in pairs], allow_unused=True) if pairs else []
-            del outputs, leaves, pairs
+            del edges, leaves, pairs
             for (ref, _), grad in zip(refs, given):
-                if grad is None:
-                    continue
-                if isinstance(ref, Part):
-                    self.add_part(ref, grad)
-                else:  # autograd may give one tensor to two
-                    self.add(ref, grad, owned=False)
+                if grad is not None:  # autograd may give one tensor to two
+                    self.add_to(ref, grad, owned=False)
         self.forget(stage)
 
     def activation(self, stage: RegionStage, derivative: Callable) -> None:
@@ -177,10 +220,7 @@ class _Reverse:
         fits = name in self.owned and grad.dtype == x.dtype and grad.is_contiguous()
         out = grad if fits else torch.empty_like(x, memory_format=torch.contiguous_format)
         derivative(grad, x, out)
-        if isinstance(ref, Part):
-            self.add_part(ref, out)
-        else:
-            self.add(ref, out)
+        self.add_to(ref, out)
 
 
 def _activation(stage: RegionStage) -> str:
@@ -192,50 +232,53 @@ def _activation(stage: RegionStage) -> str:
     return lines[0].op
 
 
-def value_gradient(grad: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
-    """Of `value @ weight^T` by value: `[..., N]` -> `[..., K]`."""
-    return F.linear(grad, weight if transposed else weight.t())
-
-
-def weight_gradient(grad: torch.Tensor, value: torch.Tensor, transposed: bool) -> torch.Tensor:
-    """Of `value @ weight^T` by weight: as the weight lies, `[N, K]` or `[K, N]`."""
-    rows, flat = grad.reshape(-1, grad.shape[-1]), value.reshape(-1, value.shape[-1])
-    return flat.t() @ rows if transposed else rows.t() @ flat
-
-
-def bias_gradient(grad: torch.Tensor) -> torch.Tensor:
-    """Of a bias `[N]`."""
-    return grad.reshape(-1, grad.shape[-1]).sum(0)
+def additive_gradients(stage: RegionStage, given: dict[str, torch.Tensor],
+                       numbers: Mapping[str, float]) -> dict[str, torch.Tensor]:
+    """Gradients of the region's inputs, by their names there and in its space's shape, from those of its
+    values in `given`, which is emptied. A multiple is rounded as autograd rounds it."""
+    region = stage.region
+    scalars = dict(zip(region.scalars, map(numbers.__getitem__, stage.scalars)))
+    for line in reversed(region.body):
+        grad = given.pop(line.name, None)
+        if grad is None:
+            continue
+        for place, arg in enumerate(line.args):
+            if not isinstance(arg, str) or arg in scalars:
+                continue
+            more = grad
+            if line.op in ("mul", "div"):
+                number = next(scalars.get(a, a) for i, a in enumerate(line.args) if i != place)
+                more = grad * number if line.op == "mul" else grad / number
+            elif line.op == "neg" or (line.op == "sub" and place):
+                more = -grad
+            more = more.to(TORCH_DTYPES[region.dtype_of[arg]])
+            given[arg] = given[arg] + more if arg in given else more
+    return given
 
 
 def _differentiable(chain, inputs, scalars, kept, grads, needs):
     """`chain_gradients` by autograd over the whole chain, with the products that are known."""
-    def product(stage: LinearStage, value, weight, bias):
+    def product(stage: Product, *operands):
         given = kept.get(stage.name)
         if given is None:  # only its gradient is asked for
-            columns = weight.shape[1 if stage.transposed else 0]
-            given = value.new_empty(1).expand(*value.shape[:-1], columns)
-        return _KnownProduct.apply(given.detach(), value, weight, bias, stage.transposed)
+            given = operands[0].new_empty(1).expand(stage.shape(*operands))
+        return _KnownProduct.apply(given.detach(), stage, *operands)
 
     def run(leaves):
-        return tuple(evaluate(chain, leaves, scalars, run_linear=product).values())
+        return tuple(evaluate(chain, leaves, scalars, run_product=product).values())
 
     return gradients_again(run, inputs, grads, needs)
 
 
 class _KnownProduct(torch.autograd.Function):
-    """A product whose value is known: forward computes nothing, backward is a linear layer's."""
+    """A product whose value is known: forward computes nothing, backward is its stage's."""
 
     @staticmethod
-    def forward(ctx, given, value, weight, bias, transposed):
-        ctx.transposed = transposed
-        ctx.save_for_backward(value, weight)
+    def forward(ctx, given, stage, *operands):
+        ctx.stage = stage
+        ctx.save_for_backward(*operands)
         return given.view_as(given)
 
     @staticmethod
     def backward(ctx, grad):
-        value, weight = ctx.saved_tensors
-        _, needs_value, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        return (None, value_gradient(grad, weight, ctx.transposed) if needs_value else None,
-                weight_gradient(grad, value, ctx.transposed) if needs_weight else None,
-                bias_gradient(grad) if needs_bias else None, None)
+        return (None, None, *ctx.stage.gradients(grad, ctx.saved_tensors, ctx.needs_input_grad[2:]))

@@ -8,7 +8,8 @@ from functools import cached_property
 
 import torch
 
-from .chain import Chain, Part, RegionStage, name_of, operand
+from .chain import Chain, RegionStage, operand
+from .chain_products import LinearStage, Part, name_of
 from .fused_linear import FusedLinear, GemmTile, Projection, in_a_row
 from .fused_linear import Segment as Fusible
 from .fused_linear_plan import Plan
@@ -119,7 +120,7 @@ def fused_segment(chain: Chain, segment, make: Callable[[Fusible], FusedLinear] 
                   ) -> FusedSegment | None:
     """`segment` (of `chain_ways.segments`) as one kernel; None where it is none. A norm whose result is
     read elsewhere too runs by itself, and the rest is the kernel."""
-    if not segment.products:
+    if not segment.products or not all(isinstance(p, LinearStage) for p in segment.products):
         return None
     norm = segment.norm
     inside = {stage.names for stage in segment.stages}

@@ -90,8 +90,8 @@ def _chain(text, inputs, scalars, *, self_check=DEFAULT_SELF_CHECK):
 
 def _chain_fake(text, inputs, scalars, *, self_check=DEFAULT_SELF_CHECK):
     """Shapes alone: torch's own fakes would compare symbolic sizes, and so add guards."""
-    def product(stage, value, weight, bias):
-        return value.new_empty((*value.shape[:-1], weight.shape[1 if stage.transposed else 0]))
+    def product(stage, *operands):
+        return operands[0].new_empty(stage.shape(*operands))
 
     return list(evaluate(parse_chain(text), inputs, scalars, lambda stage, args, _: region_fake(
         stage.region, args), product).values())

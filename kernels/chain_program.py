@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .chain import Chain, LinearStage, Part, RegionStage, linear, name_of
+from .chain import Chain, RegionStage
 from .chain_fused import FusedSegment
+from .chain_products import Heads, LinearStage, Part, Product, Ref, name_of
 from .frames import skip_frames_of
 from .launch import Runner
 
@@ -53,8 +54,7 @@ def program(chain: Chain, steps: Sequence[Step], runners: dict, over: dict) -> t
 class _Writer:
     def __init__(self, chain: Chain, runners: dict, over: dict):
         self.chain, self.runners, self.over_arguments = chain, runners, over
-        self.scope: dict = {"linear": torch.nn.functional.linear, "linear_kn": _linear_kn,
-                            "over": written_over}
+        self.scope: dict = {"over": written_over}
         self.lines: list[str] = []
         self.implied: list[bool] = []
         #: names of values whose layout follows from that of the inputs: these, and what we allocate. Not
@@ -65,30 +65,29 @@ class _Writer:
 
     def write(self, step: Step) -> None:
         for stage, spent in step.stages:
-            if isinstance(stage, LinearStage):
+            if isinstance(stage, Product):
                 self.product(stage)
             else:
                 self.region(stage)
             self.free(spent)
         kernel = step.kernel
         if kernel is not None:
-            tensors = ", ".join(_text(ref, dim) for ref, dim in kernel.row)
+            tensors = ", ".join(self.text(ref, dim) for ref, dim in kernel.row)
             self.call(kernel.names, f"kernel{len(self.implied)}([{tensors}], (), [{_all(kernel.scalars)}])")
             self.implied.append(all(name_of(ref) in self.ours for ref, _ in kernel.row))
             self.ours.update(kernel.names)
             self.free(step.gone)
 
-    def product(self, stage: LinearStage) -> None:
-        bias = "None" if stage.bias is None else _variable(stage.bias)
-        function = "linear_kn" if stage.transposed else "linear"
-        self.lines.append(f"{_variable(stage.name)} = {function}({_variable(stage.value)}, "
-                          f"{_variable(stage.weight)}, {bias})")
+    def product(self, stage: Product) -> None:
+        plain = isinstance(stage, LinearStage) and not stage.transposed  # most are: without a frame between
+        run = self.named("product", torch.nn.functional.linear if plain else stage.run)
+        operands = ", ".join("None" if ref is None else self.text(ref) for ref in stage.refs)
+        self.lines.append(f"{_variable(stage.name)} = {run}({operands})")
         self.made.add(stage.name)
 
     def region(self, stage: RegionStage) -> None:
-        run = f"run{next(self.numbers)}"
-        self.scope[run] = self.runners[stage.names]
-        tensors = ", ".join(_text(arg) for arg in stage.args)
+        run = self.named("run", self.runners[stage.names])
+        tensors = ", ".join(self.text(arg) for arg in stage.args)
         arguments = f"[{tensors}], [{_all(stage.scalars)}]"
         target = self.over_arguments[stage.names]
         if target is None:
@@ -96,6 +95,19 @@ class _Writer:
             self.ours.update(stage.names)
         else:
             self.call(stage.names, f"over({run}, {arguments}, {stage.args.index(target)})")
+
+    def named(self, word: str, function: Callable) -> str:
+        """A name by which the source calls `function`."""
+        name = f"{word}{next(self.numbers)}"
+        self.scope[name] = function
+        return name
+
+    def text(self, ref: Ref, dim: int = -1) -> str:
+        """What `ref` stands for; `dim`: along which a Part is one."""
+        name = _variable(name_of(ref))
+        if isinstance(ref, Heads):
+            return f"{self.named('heads', ref.of)}({name})"
+        return f"{name}.narrow({dim}, {ref.start}, {ref.length})" if isinstance(ref, Part) else name
 
     def call(self, names: Sequence[str], call: str) -> None:
         self.lines.append(f"{''.join(f'{_variable(name)}, ' for name in names)}= {call}")
@@ -120,10 +132,6 @@ class _Writer:
         return self.scope["run"]
 
 
-def _linear_kn(value, weight, bias) -> torch.Tensor:
-    return linear(value, weight, bias, True)
-
-
 def written_over(run: Runner, args: Sequence[torch.Tensor], scalars: Sequence[float],
                  number: int) -> Sequence[torch.Tensor]:
     """The one result of a region, written over input `number` where that is contiguous, as the result is."""
@@ -141,9 +149,3 @@ def _variable(name: str) -> str:
 
 def _all(names: Sequence[str]) -> str:
     return ", ".join(map(_variable, names))
-
-
-def _text(ref, dim: int = -1) -> str:
-    if isinstance(ref, Part):
-        return f"{_variable(ref.name)}.narrow({dim}, {ref.start}, {ref.length})"
-    return _variable(ref)

@@ -23,9 +23,10 @@ from functools import partial
 
 import torch
 
-from .chain import Chain, LinearStage, RegionStage, walk, words_of
+from .chain import Chain, RegionStage, walk, words_of
 from .chain_choice import LIBRARY, Choice, Question, choose, worth_compiling
 from .chain_fused import FusedSegment, fused_segment
+from .chain_products import LinearStage, Product
 from .chain_program import Step, program, written_over
 from .fused_linear import FusedLinear
 from .fused_linear_check import SegmentRecord
@@ -47,7 +48,7 @@ class Segment:
     """Consecutive stages of a chain that one kernel may do (see the module docstring)."""
 
     norm: RegionStage | None
-    products: tuple[LinearStage, ...]
+    products: tuple[Product, ...]
     pointwise: RegionStage | None
 
     @property
@@ -57,14 +58,17 @@ class Segment:
 
 
 def segments(chain: Chain) -> tuple[Segment, ...]:
-    """The chain, cut into segments; every stage is in one of them."""
+    """The chain, cut into segments; every stage is in one of them. A product that is no linear layer is in
+    a segment without a norm, which only the library runs."""
     found: list[Segment] = []
     stages = list(chain.stages)
     while stages:
         norm = stages.pop(0) if isinstance(stages[0], RegionStage) else None
-        products: list[LinearStage] = []
+        products: list[Product] = []
         while stages and isinstance(stages[0], LinearStage) and \
                 stages[0].value == (norm.names[0] if norm else (products or stages)[0].value):
+            products.append(stages.pop(0))
+        if norm is None and not products:
             products.append(stages.pop(0))
         pointwise = None
         if products and stages and isinstance(stages[0], RegionStage):
@@ -279,7 +283,7 @@ class ChainRunner:
         """The product that `stage` may write its one result over: of the same shape and dtype, read by
         nothing else."""
         region, spent = stage.region, self._spent[stage.names]
-        products = {s.name for s in self.chain.stages if isinstance(s, LinearStage)}
+        products = {s.name for s in self.chain.stages if isinstance(s, Product)}
         if len(region.outputs) != 1 or region.outputs[0].order != tuple(range(region.rank)):
             return None
         full = ("*",) * region.outer + (region.lane,)
@@ -352,15 +356,15 @@ class _Place:
     bucket: int
 
 
-def _expected_product(stage: LinearStage, value: Likeness, weight: Likeness, bias) -> Likeness:
-    columns = weight.shape[1 if stage.transposed else 0]
-    return Likeness.dense((*value.shape[:-1], columns), value.dtype, value.device)
+def _expected_product(stage: Product, *operands: Likeness | None) -> Likeness:
+    return Likeness.dense(stage.shape(*operands), operands[0].dtype, operands[0].device)
 
 
 def _whole(segment: Segment) -> str | None:
     """The name of an input that has all rows of the segment; None where there is no single one."""
     if segment.norm is None:
-        return segment.products[0].value if segment.products else None
+        first = segment.products[0] if segment.products else None
+        return first.value if isinstance(first, LinearStage) else None
     region = segment.norm.region
     full = ("*",) * region.outer + (region.lane,)
     return next((arg for arg, x in zip(segment.norm.args, region.inputs)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 #: Modules with frames that handle tensors in a launch. Those of chains are loaded by the first chain.
 MODULES = ("launch", "recent", "likeness", "launchers", "guard", "self_check", "reproduction", "record",
            "compiling", "triton_cache", "directories", "reference", "fused_linear", "fused_linear_plan",
-           "fused_linear_check", "fused_linear_structure", "chain_ways", "chain_program", "chain_fused",
-           "chain_choice", "measure")
+           "fused_linear_check", "fused_linear_structure", "chain_ways", "chain_program", "chain_products",
+           "chain_fused", "chain_choice", "measure")
 
 _skipped: set[str] = set()
 

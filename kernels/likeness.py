@@ -58,3 +58,14 @@ class Likeness:
         shape[dim] = length
         skipped = start * self.strides[dim] * self.dtype.itemsize
         return replace(self, shape=tuple(shape), address=(self.address + skipped) & 15)
+
+    def unfold(self, dim: int, size: int, step: int) -> Likeness:
+        shape, strides = list(self.shape), list(self.strides)
+        shape[dim], strides[dim] = (shape[dim] - size) // step + 1, strides[dim] * step
+        return replace(self, shape=(*shape, size), strides=(*strides, self.strides[dim]))
+
+    def transpose(self, one: int, other: int) -> Likeness:
+        shape, strides = list(self.shape), list(self.strides)
+        for of in (shape, strides):
+            of[one], of[other] = of[other], of[one]
+        return replace(self, shape=tuple(shape), strides=tuple(strides))

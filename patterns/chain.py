@@ -4,27 +4,40 @@
          -> bias, activation, gate, residual: anything pointwise that ends in one value
          -> linear -> ...
 
-A linear layer is `F.linear`, `x @ w`, GPT-2's Conv1D (`addmm` on rows) or a 1x1 convolution of a
-channels-last value. Whatever is none of these (dropout in training, attention, another norm) ends the
-chain; of the stages found, the longest run that may move together is taken.
+A linear layer is `F.linear`, `x @ w`, GPT-2's Conv1D (`addmm` on rows), or a convolution of a channels-last
+value over one pixel or over patches that do not overlap. Two of them may be q and k of an attention score,
+which ends the chain with its scale and mask. Whatever is none of these (dropout in training, softmax, another
+norm) ends the chain; of the stages found, the longest run that may move together is taken.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterator
-from dataclasses import replace
+import math
+from collections.abc import Collection, Iterator, Sequence
 
+import torch
 from torch.fx import Node
 
-from ..chain_site import ChainSite, Pointwise, Product, build, columns_of
+from ..chain_site import ChainSite, Pointwise, Product, Score, build, columns_of
 from ..contract import check_kernel
 from ..effects import value_of
 from ..graph import Lens, same, same_shape
+from ..kernels.chain import is_additive
 from ..kernels.reference import DTYPE_WORDS
-from ..kinds import REGROUPING_VIEWS
 from ..select import Taken
-from ..site import NUMBERS, Decline, Norm, Site, Step, assemble, pointwise_args, pointwise_word
+from ..site import (
+    NUMBERS,
+    Decline,
+    Norm,
+    Site,
+    Step,
+    assemble,
+    pointwise_args,
+    pointwise_word,
+    replay,
+)
+from .chain_products import is_free, products_of, score_of
 
 #: pointwise nodes that one region behind a product may hold
 MAX_POINTWISE = 16
@@ -49,27 +62,62 @@ def extend_chains(lens: Lens, taken: Taken, differentiable: bool = True) -> None
 
 def _proposals(lens: Lens, site: Site, taken: Taken) -> Iterator[ChainSite]:
     """The chains that begin with `site`, longest first."""
-    steps: list[Product | Pointwise] = []
+    steps: list[Product | Score | Pointwise] = []
     ends: list[int] = []
-    # A value that a regrouping follows is read in another shape than the region yields.
-    frontier = [] if site.finish and site.norms[0].axis is None else list(site.outputs)
+    first = site.norms[0].axis is not None
+    frontier = list(site.outputs) if _has_layout(lens, site) else []
     while frontier:
-        products = [p for node in frontier for p in _products(lens, site, node, taken)]
+        products = [p for node in frontier for p in products_of(lens, site, node, first, taken)]
         if not products:
             break
         steps += products
         ends.append(len(steps))
-        pointwise = _pointwise(lens, site, [p for p in products if not p.finish], taken)
-        if pointwise is None:
-            frontier = [p.out for p in products if not p.finish] if len(products) == 1 else []
+        first = bool(products[0].finish)
+        behind = _behind(lens, site, products, first, taken)
+        if not behind:
+            frontier = [p.out for p in products] if len(products) == 1 else []
             continue
-        steps.append(pointwise)
-        ends.append(len(steps))
-        frontier = [pointwise.out]
+        for step in behind:
+            steps.append(step)
+            ends.append(len(steps))
+        frontier = [steps[-1].out] if isinstance(steps[-1], Pointwise) and \
+            not any(isinstance(step, Score) for step in behind) else []
     for end in reversed(ends):
-        chain = build(lens, site, steps[:end])
+        try:
+            chain = build(lens, site, steps[:end])
+        except Decline:
+            continue
         if not _saves_overwritten(lens, chain):
             yield chain
+
+
+def _has_layout(lens: Lens, site: Site) -> bool:
+    """Whether the values of `site` are in a layout of patterns/chain_products.py. (One that a regrouping
+    follows is read in another shape than the region yields.)"""
+    axis = site.norms[0].axis
+    return not site.finish if axis is None else axis in (1, -3) and lens.tensor(site.outputs[0]).dim() == 4
+
+
+def _behind(lens: Lens, site: Site, products: list[Product], first: bool,
+            taken: Taken) -> list[Pointwise | Score]:
+    """What follows `products`: what is pointwise behind all of them, or the score of two of them with what
+    is pointwise in front of it and behind it."""
+    if any(bool(p.finish) != first for p in products):
+        return []
+    pointwise = _pointwise(lens, site, products, first, taken)
+    if pointwise is not None:
+        return [pointwise]
+    if first:
+        return []
+    scaled = [own for own in (_pointwise(lens, site, [p], False, taken) for p in products) if own is not None]
+    score = score_of(lens, site, [*products, *scaled], taken)
+    if score is None or (lens.tensor(score.out).requires_grad and not _spares_memory(lens, score)):
+        return []
+    found = [own for own in scaled if own.out in (score.query[0], score.key[0])]
+    last = _pointwise(lens, site, [score], False, taken)
+    # A score has a row of keys for each query: in training it is kept for nobody.
+    kept = last is not None and lens.tensor(score.out).requires_grad and not is_additive(last.site.region)
+    return [*found, score, *([] if last is None or kept else [last])]
 
 
 def _saves_overwritten(lens: Lens, chain: ChainSite) -> bool:
@@ -78,141 +126,27 @@ def _saves_overwritten(lens: Lens, chain: ChainSite) -> bool:
         any(lens.is_overwritten(node, chain.interior) for node, _ in chain.inputs)
 
 
-def _free(lens: Lens, site: Site, node: Node, taken: Taken) -> bool:
-    """Whether a chain of `site` may take `node` in at all."""
-    return node.op in ("call_function", "call_method") and not taken.holds(node) and \
-        lens.segment[node] == lens.segment[site.anchor] and node not in lens.transformed and \
-        not lens.is_mutated(node)
-
-
-# Products
-
-
-def _products(lens: Lens, site: Site, value: Node, taken: Taken) -> list[Product]:
-    """The linear layers that read `value`, itself or through an identity (dropout in eval mode) that
-    nothing else reads."""
-    found: list[Product] = []
-    for user in value.users:
-        if lens.is_identity(user) and user.args[0] is value and _free(lens, site, user, taken):
-            behind = _products(lens, site, user, taken)
-            if len({product.out for product in behind}) == len(user.users):
-                found += [replace(p, value=value, nodes=p.nodes | {user}) for p in behind]
-            continue
-        matches = (match(lens, site, value, user) for match in (_linear, _matmul, _rows, _convolution))
-        product = next((p for p in matches if p is not None), None)
-        if product is not None and all(_free(lens, site, node, taken) for node in product.nodes) and \
-                _plain_product(lens, product):
-            found.append(product)
-    return found
-
-
-def _plain_product(lens: Lens, product: Product) -> bool:
-    """Whether all is of one dtype on one device, so that the product is what torch's `linear` computes
-    (autocast casts first), and the weight is a plain matrix."""
-    value, out = lens.tensor(product.value), lens.tensor(product.out)
-    operands = [lens.tensor(node) for node, _ in filter(None, (product.weight, product.bias))]
-    if out is None or None in operands or out.dtype not in DTYPE_WORDS:
-        return False
-    return all(t.dtype == value.dtype and t.device == value.device for t in (*operands, out)) and \
-        isinstance(operands[0].shape[0], int) and value.dim() > 1
-
-
-def _argument(node: Node, position: int, name: str):
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name)
-
-
-def _operand(arg) -> tuple[Node, tuple[Step, ...]] | None:
-    return (arg, ()) if isinstance(arg, Node) else None
-
-
-def _linear(lens: Lens, site: Site, value: Node, node: Node) -> Product | None:
-    if lens.kind(node) != "linear" or _argument(node, 0, "input") is not value or site.finish:
-        return None
-    weight, bias = _operand(_argument(node, 1, "weight")), _operand(_argument(node, 2, "bias"))
-    if weight is None or lens.tensor(weight[0]) is None or lens.tensor(weight[0]).dim() != 2:
-        return None
-    return Product(value, weight, bias, False, node, frozenset([node]))
-
-
-def _matmul(lens: Lens, site: Site, value: Node, node: Node) -> Product | None:
-    if lens.kind(node) != "matmul" or len(node.args) != 2 or node.args[0] is not value or node.kwargs or \
-            site.finish:
-        return None
-    weight = _operand(node.args[1])
-    if weight is None or lens.tensor(weight[0]) is None or lens.tensor(weight[0]).dim() != 2:
-        return None
-    return Product(value, weight, None, True, node, frozenset([node]))
-
-
-def _rows(lens: Lens, site: Site, value: Node, view: Node) -> Product | None:
-    """`addmm(bias, value.view(-1, K), weight).view(..., N)`."""
-    rows, whole = lens.tensor(view), lens.tensor(value)
-    if lens.kind(view) not in REGROUPING_VIEWS or len(view.users) != 1 or rows is None or \
-            rows.dim() != 2 or not same(rows.shape[-1], whole.shape[-1]) or site.finish:
-        return None
-    product, = view.users
-    if lens.kind(product) != "addmm" or len(product.args) != 3 or product.args[1] is not view or \
-            product.kwargs or len(product.users) != 1:
-        return None
-    back, = product.users
-    fake = lens.tensor(back)
-    if lens.kind(back) not in REGROUPING_VIEWS or back.args[0] is not product or fake is None or \
-            not same_shape(fake.shape[:-1], whole.shape[:-1]):
-        return None
-    bias, weight = _operand(product.args[0]), _operand(product.args[2])
-    if weight is None or bias is None or lens.tensor(bias[0]).dim() != 1:
-        return None
-    return Product(value, weight, bias, True, back, frozenset([view, product, back]))
-
-
-def _convolution(lens: Lens, site: Site, value: Node, node: Node) -> Product | None:
-    """A 1x1 convolution of a channels-last value, or of one whose channels a view moves to the front: the
-    product over its channels."""
-    view = None
-    if site.norms[0].axis not in (1, -3):
-        if not _to_channels_first(lens, value, node):
-            return None
-        view, (node,) = node, node.users
-    read = value if view is None else view
-    if lens.kind(node) != "conv2d" or _argument(node, 0, "input") is not read:
-        return None
-    weight, bias = _operand(_argument(node, 1, "weight")), _operand(_argument(node, 2, "bias"))
-    fake, out = lens.tensor(weight[0] if weight else None), lens.tensor(node)
-    plain = [_argument(node, i, name) for i, name in
-             ((3, "stride"), (4, "padding"), (5, "dilation"), (6, "groups"))]
-    if fake is None or out is None or fake.dim() != 4 or not same_shape(fake.shape[2:], (1, 1)) or \
-            any(got is not None and _pair(got) != wanted
-                for got, wanted in zip(plain, ((1, 1), (0, 0), (1, 1), (1, 1)))):
-        return None
-    if not same(out.stride(1), 1) or not same_shape(out.shape[2:], lens.tensor(read).shape[2:]):
-        return None
-    return Product(value, (weight[0], (Step.method("flatten", 1),)), bias, False, node,
-                   frozenset([node] if view is None else [view, node]), (Step.method("movedim", -1, 1),))
-
-
-def _to_channels_first(lens: Lens, value: Node, view: Node) -> bool:
-    """Whether `view`, which has one reader, is `value` (N, H, W, C) as (N, C, H, W)."""
-    whole, fake = lens.tensor(value), lens.tensor(view)
-    if fake is None or whole.dim() != 4 or fake.dim() != 4 or len(view.users) != 1 or \
-            not lens.is_view(view):
-        return False
-    return all(same_shape([of[i] for i in (0, 3, 1, 2)], got)
-               for of, got in ((whole.shape, fake.shape), (whole.stride(), fake.stride())))
-
-
-def _pair(value) -> tuple:
-    return tuple(value) * (2 // len(value)) if isinstance(value, (tuple, list)) else (value, value)
-
-
 # What is pointwise behind products
 
 
-def _pointwise(lens: Lens, site: Site, products: list[Product], taken: Taken) -> Pointwise | None:
+def _spares_memory(lens: Lens, score: Score) -> bool:
+    """Whether a training step with the score in the chain needs no more memory than eager's. Backward copies
+    q and k once more, beside the score's gradient, which must be the larger; and of a packed qkv it would
+    make the gradient twice, once for v."""
+    sizes = [lens.tensor(node).shape for node in (score.out, score.query[0])]
+    return score.query[0] is not score.key[0] and \
+        all(isinstance(n, int) for shape in sizes for n in shape) and \
+        math.prod(sizes[0]) >= 2 * math.prod(sizes[1])
+
+
+def _pointwise(lens: Lens, site: Site, products: Sequence[Product | Score], first: bool,
+               taken: Taken) -> Pointwise | None:
     """The largest set of pointwise nodes behind `products` that takes in all of their readers and ends
-    in one value."""
+    in one value. `first`: as in patterns/chain_products.py."""
     sources = [product.out for product in products]
     if not sources or any(lens.is_mutated(source) for source in sources):
         return None
+    axis = 1 if first else None
     members: dict[Node, None] = {}  # in order
     parts: dict[Node, tuple[Node, int, int]] = {}
     queue = [(lens.position[user], user) for source in sources for user in source.users]
@@ -220,11 +154,11 @@ def _pointwise(lens: Lens, site: Site, products: list[Product], taken: Taken) ->
     best, space, seen = None, None, set()
     while queue and len(members) < MAX_POINTWISE:
         _, node = heapq.heappop(queue)
-        if node in seen or not _free(lens, site, node, taken):
+        if node in seen or not is_free(lens, site, node, taken):
             continue
         seen.add(node)
-        if not _is_part(lens, node, sources, members, parts):
-            if not _fits(lens, node, space, (*sources, *members)):
+        if not _is_part(lens, node, sources, members, parts, axis):
+            if not _fits(lens, node, space, (*sources, *members), axis):
                 continue
             space = lens.tensor(node).shape
         members[node] = None
@@ -234,10 +168,11 @@ def _pointwise(lens: Lens, site: Site, products: list[Product], taken: Taken) ->
         if leaf is not None and leaf not in parts and lens.tensor(leaf) is not None and \
                 not lens.is_view(leaf):
             best = (leaf, frozenset(members))
-    return best and _assembled(lens, site, *best, parts)
+    return best and _assembled(lens, *best, {*sources, *parts}, parts, axis)
 
 
-def _is_part(lens: Lens, node: Node, sources: list[Node], members: Collection[Node], parts: dict) -> bool:
+def _is_part(lens: Lens, node: Node, sources: list[Node], members: Collection[Node], parts: dict,
+             axis: int | None) -> bool:
     """Whether `node` is columns of a product (or a tuple of such); notes which."""
     if not lens.is_view(node) or lens.is_identity(node):
         return False
@@ -246,14 +181,21 @@ def _is_part(lens: Lens, node: Node, sources: list[Node], members: Collection[No
         return node.args[0] in sources
     source = next((s for s in sources if node.args[0] is s or (
         node.args[0] in members and node.args[0].args[:1] == (s,))), None)
-    columns = columns_of(value, lens.tensor(source)) if source is not None else None
+    if source is None or value is None:
+        return False
+    columns = columns_of(*(replay(fake, _to_end(axis)) for fake in (value, lens.tensor(source))))
     if columns is None:
         return False
     parts[node] = (source, *columns)
     return True
 
 
-def _fits(lens: Lens, node: Node, space, chain: Collection[Node]) -> bool:
+def _to_end(axis: int | None) -> tuple[Step, ...]:
+    """The features moved to the end."""
+    return () if axis is None else (Step.method("movedim", axis, -1),)
+
+
+def _fits(lens: Lens, node: Node, space, chain: Collection[Node], axis: int | None) -> bool:
     """Whether a region over `space` (None: not known yet) may compute `node`."""
     fake = lens.tensor(node)
     if fake is None or fake.dtype not in DTYPE_WORDS or not fake.dim() or \
@@ -270,10 +212,15 @@ def _fits(lens: Lens, node: Node, space, chain: Collection[Node]) -> bool:
             number = isinstance(arg, (int, float)) and not isinstance(arg, bool)
             if not number and not (isinstance(arg, Node) and isinstance(value_of(arg), NUMBERS)):
                 return False
-        elif other.dtype not in DTYPE_WORDS or other.device != fake.device or (
-                other.dim() and not (same(other.shape[-1], 1) or other.stride(-1) in (0, 1))):
+        elif other.dtype not in DTYPE_WORDS or other.device != fake.device or \
+                not _lies_well(other, -1 if axis is None else axis - fake.dim()):
             return False
     return True
+
+
+def _lies_well(operand: torch.Tensor, lane: int) -> bool:
+    """Whether the dim `lane` of an operand (counted from the end) is broadcast or innermost in memory."""
+    return operand.dim() < -lane or same(operand.shape[lane], 1) or operand.stride(lane) in (0, 1)
 
 
 def _leaf(members: Collection[Node], parts: dict, sources: list[Node]) -> Node | None:
@@ -284,19 +231,22 @@ def _leaf(members: Collection[Node], parts: dict, sources: list[Node]) -> Node |
     return leaves[0] if len(leaves) == 1 else None
 
 
-def _assembled(lens: Lens, site: Site, leaf: Node, nodes: frozenset[Node], parts: dict) -> Pointwise | None:
+def _assembled(lens: Lens, leaf: Node, nodes: frozenset[Node], chain: Collection[Node], parts: dict,
+               axis: int | None) -> Pointwise | None:
+    """`chain`: the nodes that are values of the chain, as it has them, or columns of one."""
     fake = lens.tensor(leaf)
-    lane = fake.shape[-1]
+    lane = fake.shape[-1 if axis is None else axis]
     if not isinstance(lane, int):
         return None
-    space = Norm("", leaf, None, None, 0.0, (lane,), leaf, frozenset(), fake.dtype, "")
+    space = Norm("", leaf, None, None, 0.0, (lane,), leaf, frozenset(), fake.dtype, "", axis)
     columns = {node for node in nodes if node in parts or isinstance(value_of(node), (tuple, list))}
     try:
         region = assemble(lens, "pointwise", (space,), nodes - columns, (leaf,))
         check_kernel(region)
     except Decline:
         return None
-    if any(views for _, views in region.inputs):
+    moved = len(_to_end(axis))
+    if any(len(views) != moved for node, views in region.inputs if node in chain or not moved):
         return None
     read = {node for node, _ in region.inputs}
     return Pointwise(region, leaf, nodes, {n: p for n, p in parts.items() if n in read})

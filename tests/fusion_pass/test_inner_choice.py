@@ -234,7 +234,7 @@ def test_a_form_that_cannot_be_made_is_none(fuser, clock, monkeypatch):
     def fuse(graph, options, wanted=None, begin=False):
         if wanted is not None:
             raise RuntimeError("broken")
-        return original(graph, options, begin=begin)
+        return original(graph, options, wanted, begin)
 
     monkeypatch.setattr(backend, "fuse", fuse)
     assert run(Heads(), torch.randn(4, 512)).fused == 3

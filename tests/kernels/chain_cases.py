@@ -3,7 +3,8 @@
 import torch
 from torch.nn import functional as F
 
-from ascend_ln_fuse.kernels.chain import Chain, LinearStage, Part, RegionStage
+from ascend_ln_fuse.kernels.chain import Chain, RegionStage
+from ascend_ln_fuse.kernels.chain_products import LinearStage, Part
 from ascend_ln_fuse.kernels.region import parse
 
 K, N = 32, 64

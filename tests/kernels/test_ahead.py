@@ -10,6 +10,7 @@ import pytest
 import torch
 from chain_cases import ffn, ffn_inputs, packed, packed_inputs
 from norm_cases import assert_right, inputs_for, region, scalars_for
+from test_chain_backward import CHAINS, tensors
 
 from ascend_ln_fuse.kernels import chain_choice, compiling, fused_linear_plan, launch, launchers, settings
 from ascend_ln_fuse.kernels.chain_choice import LIBRARY, ONE_KERNEL, Choice
@@ -253,9 +254,16 @@ def asked(monkeypatch):
     runner.cache_clear()
 
 
+def other_products(name):
+    chain, how = CHAINS[name]
+    return pytest.param(lambda: chain, lambda: tensors(chain, **how), id=name)
+
+
 @pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("make, inputs", [(lambda: ffn("bf16"), lambda: ffn_inputs(torch.bfloat16)),
-                                          (packed, packed_inputs)], ids=["ffn", "packed"])
+@pytest.mark.parametrize("make, inputs", [
+    pytest.param(lambda: ffn("bf16"), lambda: ffn_inputs(torch.bfloat16), id="ffn"),
+    pytest.param(packed, packed_inputs, id="packed"), other_products("patches"),
+    *(other_products(name) for name in CHAINS if name.startswith("score"))])
 def test_a_chain_expects_the_kernels_of_its_regions(make, inputs, keep, asked):
     begun, waited = asked
     chain, inputs = make(), inputs()
@@ -308,6 +316,9 @@ def test_a_likeness_answers_as_its_tensor():
         assert [t.stride(i) for i in range(t.dim())] == [other.stride(i) for i in range(t.dim())]
         if t.numel() and t.shape[-1] > 2:
             assert layouts([t.narrow(-1, 1, 2)]) == layouts([other.narrow(-1, 1, 2)])
+        if t.numel() and t.shape[-1] > 4:
+            assert layouts([t.unfold(-1, 2, 3)]) == layouts([other.unfold(-1, 2, 3)])
+        assert layouts([t.transpose(-1, 0)]) == layouts([other.transpose(-1, 0)])
     dense = torch.empty(2, 5, 3).transpose(0, 1).contiguous().transpose(0, 1)
     assert Likeness.dense((2, 5, 3), torch.float32, dense.device, (1, 0, 2)).stride() == dense.stride()
 

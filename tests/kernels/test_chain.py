@@ -10,9 +10,10 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.nn import functional as F
 
 from ascend_ln_fuse.kernels import chain_choice
-from ascend_ln_fuse.kernels.chain import Chain, LinearStage, RegionStage, evaluate
+from ascend_ln_fuse.kernels.chain import Chain, RegionStage, evaluate
 from ascend_ln_fuse.kernels.chain_choice import LIBRARY, ONE_KERNEL, Choice, Question, agree, choose
 from ascend_ln_fuse.kernels.chain_ops import _Chain
+from ascend_ln_fuse.kernels.chain_products import LinearStage
 from ascend_ln_fuse.kernels.chain_ways import ChainRunner, segments
 from ascend_ln_fuse.kernels.compiling import CompileTimeout
 from ascend_ln_fuse.kernels.layout import Unsupported
@@ -48,6 +49,23 @@ def test_segments():
     first, second = segments(ffn())
     assert first.norm.names == ("h",) and first.pointwise.names == ("a",)
     assert second.norm is None and [p.name for p in second.products] == ["y"] and second.pointwise is None
+
+
+def test_other_products_are_the_librarys():
+    """Only linear layers are asked about: convolutions and scores run as they are, whatever is chosen."""
+    from test_chain_backward import EPS, PATCHES, SCORES, tensors
+
+    for chain, how, parts in ((PATCHES, {"x": (2, 8, K), "w1": (128, K, 2, 2), "w2": (K, K)}, ["q", "z"]),
+                              (*SCORES["score"], ["qk", "s"])):
+        asked = []
+        runner = ChainRunner(chain, decide=lambda question, asked=asked: asked.append(question) or
+                             Choice(LIBRARY))
+        assert ["".join(p.name for p in segment.products) for segment in runner.segments] == parts
+        assert runner.segments[1].pointwise is chain.stages[-1]
+        inputs = tensors(chain, **how)
+        wanted = evaluate(chain, inputs, EPS)
+        assert all(map(torch.equal, runner(inputs, EPS), wanted.values()))
+        assert len(asked) == 1 and "score" not in asked[0].text
 
 
 def test_the_activation_is_written_over_its_product(monkeypatch):

@@ -7,20 +7,23 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ascend_ln_fuse.kernels.chain import Chain, LinearStage, Part, RegionStage, evaluate
+from ascend_ln_fuse.kernels.chain import Chain, RegionStage, evaluate
 from ascend_ln_fuse.kernels.chain_backward import _DERIVATIVES, _activation, chain_gradients
+from ascend_ln_fuse.kernels.chain_products import Heads, LinearStage, Part, PatchStage, ScoreStage
 from ascend_ln_fuse.kernels.pointwise import torch_function
 from ascend_ln_fuse.kernels.region import parse
 
 K, N, EPS = 32, 128, (1e-5,)
 
 
-def region(lane, inputs, *body):
+def region(lane, inputs, *body, outer=2):
     """A region of f32: `inputs` are names of full tensors, the last line of `body` is its output."""
-    wide = [f"in {name}: f32[{lane}]" if name in "wb" else f"in {name}: f32[*, *, {lane}]" for name in inputs]
+    space = f"[{'*, ' * outer}{lane}]"
+    wide = [f"in {name}: f32[{lane}]" if name in "wb" else f"in {name}: f32{space}" for name in inputs]
     lines = [f"v{i}: f32 = {text}" for i, text in enumerate(body)]
-    return parse("\n".join((f"space [*, *, {lane}]", *wide, *(("scalar eps",) if "norm" in body[0] else ()),
-                            *lines, f"out v{len(body) - 1}: f32 order(0, 1, 2)")))
+    order = ", ".join(map(str, range(outer + 1)))
+    return parse("\n".join((f"space {space}", *wide, *(("scalar eps",) if "norm" in body[0] else ()),
+                            *lines, f"out v{len(body) - 1}: f32 order({order})")))
 
 
 NORM = RegionStage(("h",), region(K, "xwb", "layer_norm(x, w, b, eps)"), ("x", "w", "b"), ("eps",))
@@ -54,9 +57,53 @@ MEET = Chain(FFN, ("eps",), (
     LinearStage("y", "d", "w2", "b2")), ("y", "h"))
 
 
-def tensors(chain, packed=False, transposed=False):
+#: sums and multiples only: of a product, of the chain's input, and of a vector
+SUMS = Chain(FFN, ("eps",), (
+    NORM, LinearStage("z", "h", "w1", "b1"), RegionStage(("a",), region(N, "x", "gelu(x)"), ("z",)),
+    LinearStage("y", "a", "w2", "b2"),
+    RegionStage(("s",), region(K, "xrb", "mul(x, 0.5)", "sub(v0, r)", "add(v1, b)", "div(v2, 3.0)", "neg(v3)",
+                               "add(v4, v0)"), ("y", "x", "b"))), ("s",))
+
+#: sums between two products: the second's weight needs the first
+BETWEEN = Chain(FFN, ("eps",), (
+    NORM, LinearStage("z", "h", "w1", "b1"), RegionStage(("a",), region(N, "x", "mul(x, 0.5)"), ("z",)),
+    LinearStage("y", "a", "w2", "b2")), ("y",))
+
+#: a patch convolution of an image of 2 x 4 pixels, and what reads it
+PATCHES = Chain(FFN, ("eps",), (
+    NORM, LinearStage("q", "h", "w2", "b2"), PatchStage("z", "h", "w1", "b1", (2, 4)),
+    RegionStage(("a",), region(N, "x", "gelu(x)", outer=3), ("z",))), ("q", "a"))
+
+
+def scores(*operands, flat=False, outputs=("t",), scale=("mul(x, 0.25)",)):
+    """q and k in two products, the scores of them, scaled."""
+    outer = 3 if isinstance(operands[0], Heads) and not flat else 2
+    return Chain((*FFN[:5], "w3"), ("eps",), (
+        NORM, LinearStage("q", "h", "w1", "b1"), LinearStage("k", "h", "w3"),
+        ScoreStage("s", *operands, flat=flat),
+        RegionStage(("t",), region(3, "x", *scale, outer=outer), ("s",)),
+    ), outputs)
+
+
+HEADS = {"w1": (K, K), "b1": (K,), "w3": (K, K)}
+SCORES = {
+    "score": (scores(Heads("q", 0, 8, 4, 8), Heads("k", 0, 8, 4, 8)), HEADS),
+    "score, all returned": (scores(Heads("q", 0, 8, 4, 8), Heads("k", 0, 8, 4, 8),
+                                   outputs=("q", "k", "s", "t")), HEADS),
+    "score, flat": (scores(Heads("q", 0, 8, 4, 8), Heads("k", 0, 8, 4, 8), flat=True), HEADS),
+    "score, packed": (scores(Heads("q", 0, 8, 4, 8), Heads("q", K, 8, 4, 8), outputs=("t", "q", "k")),
+                      {**HEADS, "w1": (3 * K, K), "b1": (3 * K,)}),
+    "score, interleaved": (scores(Heads("q", 0, 8, 4, 24), Heads("q", 8, 8, 4, 24), outputs=("q", "t")),
+                           {**HEADS, "w1": (3 * K, K), "b1": (3 * K,)}),
+    "score, one head": (scores("q", "k"), HEADS),
+    "score, columns": (scores(Part("q", 0, 8), Part("q", 8, 8)), HEADS),
+    "score, tanh": (scores(Heads("q", 0, 8, 4, 8), Heads("k", 0, 8, 4, 8), scale=("tanh(x)",)), HEADS),
+}
+
+
+def tensors(chain, packed=False, transposed=False, **more):
     sizes = {"x": (2, 3, K), "w": (K,), "b": (K,), "w1": (2 * N if packed else N, K),
-             "b1": (2 * N if packed else N,), "w2": (K, N), "b2": (K,), "w3": (N, K)}
+             "b1": (2 * N if packed else N,), "w2": (K, N), "b2": (K,), "w3": (N, K), **more}
     made = [torch.randn(sizes[name]) * 0.3 for name in chain.inputs]
     return [x.t().contiguous() if transposed and x.dim() == 2 else x for x in made]
 
@@ -72,6 +119,10 @@ CHAINS = {
     "gradients that meet": (MEET, {}),
     "q, k, v": (Chain(("x", "w", "b", "w1", "b1", "w3"), ("eps",), (
         NORM, LinearStage("q", "h", "w1", "b1"), LinearStage("k", "h", "w3")), ("q", "k")), {}),
+    "sums": (SUMS, {}),
+    "sums between products": (BETWEEN, {}),
+    "patches": (PATCHES, {"x": (2, 8, K), "w1": (N, K, 2, 2), "w2": (K, K)}),
+    **SCORES,
 }
 
 
@@ -113,6 +164,35 @@ def test_gradients_are_autograds(name, seed):
             assert ours.dtype == wanted.dtype
     after = [*inputs, *(grad for grad in grads if grad is not None)]
     assert all(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_gradients_of_gradients(name):
+    """create_graph=True: by autograd, with the products that are known."""
+    from ascend_ln_fuse.kernels.chain_ops import _Chain
+    from ascend_ln_fuse.kernels.chain_ways import ChainRunner
+
+    chain, how = CHAINS[name]
+    inputs = [x.requires_grad_() for x in tensors(chain, **how)]
+    found = []
+    for run in (lambda *x: tuple(evaluate(chain, x, EPS).values()),
+                lambda *x: _Chain.apply(ChainRunner(chain), EPS, *x)):
+        out = sum(t.tanh().sum() for t in run(*inputs))
+        first = torch.autograd.grad(out, inputs, create_graph=True, allow_unused=True)
+        norm = sum(g.square().sum() for g in first if g is not None)
+        found.append([*first, *torch.autograd.grad(norm, inputs, allow_unused=True)])
+    for ours, wanted in zip(found[1], found[0], strict=True):
+        assert (ours is None) == (wanted is None)
+        if wanted is not None:
+            assert (ours - wanted).norm() <= 1e-5 * wanted.norm()
+
+
+def test_which_products_are_kept():
+    """Not what is only scaled or added to, unless a product behind it is made of it."""
+    assert SUMS.kept == ("z",) and BETWEEN.kept == ("z",) and PATCHES.kept == ("z",)
+    assert SCORES["score"][0].kept == ("q", "k")
+    assert SCORES["score, tanh"][0].kept == ("q", "k", "s")
+    assert ffn("gelu(x)").kept == ("z",)
 
 
 @pytest.mark.parametrize("word", _DERIVATIVES)
@@ -198,6 +278,44 @@ def test_peak_memory_of_a_training_step():
         leaves = [x.detach().requires_grad_() for x in inputs]
         peaks.append(peak_of_training(step, leaves))
     assert peaks[1] <= 0.86 * peaks[0], peaks  # 14% less
+
+
+@pytest.mark.parametrize("rows", [16, 32, 64, 256])
+def test_peak_memory_of_scores(rows):
+    """Never above eager's, in training and without gradients."""
+    from ascend_ln_fuse.kernels.chain_ops import _Chain
+    from ascend_ln_fuse.kernels.chain_ways import ChainRunner
+
+    chain, how = SCORES["score"]
+    # (the region's lane is the number of keys)
+    chain = Chain(chain.inputs, chain.scalars, (*chain.stages[:-1], RegionStage(
+        ("t",), region(rows, "x", "mul(x, 0.25)", outer=3), ("s",))), chain.outputs)
+    inputs = [torch.randn(2, rows, K), *tensors(chain, **how)[1:]]
+
+    def eager(x, w, b, w1, b1, w3):
+        h = F.layer_norm(x, (K,), w, b)
+        q, k = (F.linear(h, *p).view(2, rows, 4, 8).transpose(1, 2) for p in ((w1, b1), (w3,)))
+        del h
+        return torch.matmul(q, k.transpose(2, 3)) * 0.25
+
+    def ours(*args):
+        return _Chain.apply(ChainRunner(chain), EPS, *args)[0]
+
+    torch.testing.assert_close(ours(*inputs), eager(*inputs))
+    for training in (True, False):
+        peaks = []
+        for step in (eager, ours):
+            leaves = [x.detach().requires_grad_(training) for x in inputs]
+            grad = torch.ones(2, 4, rows, rows)
+            live, given = Live(), [t.untyped_storage() for t in (*leaves, grad)]
+            live.seen.update(given)
+            with live, torch.set_grad_enabled(training):
+                out = step(*leaves)
+                if training:
+                    out.backward(grad)
+            peaks.append(live.peak)
+            del out
+        assert peaks[1] <= peaks[0], (training, peaks)
 
 
 def test_a_graph_that_is_kept_is_differentiated_again():

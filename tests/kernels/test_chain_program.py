@@ -7,12 +7,14 @@ import weakref
 import pytest
 import torch
 from chain_cases import K, ffn, ffn_inputs, packed, packed_inputs, plain_packed
+from test_chain_backward import CHAINS, tensors
 from torch.overrides import TorchFunctionMode
 
 from ascend_ln_fuse.kernels import chain_ways
-from ascend_ln_fuse.kernels.chain import Chain, LinearStage, evaluate
+from ascend_ln_fuse.kernels.chain import Chain, evaluate
 from ascend_ln_fuse.kernels.chain_choice import LIBRARY, ONE_KERNEL, Choice, agree
 from ascend_ln_fuse.kernels.chain_ops import chain_call
+from ascend_ln_fuse.kernels.chain_products import LinearStage
 from ascend_ln_fuse.kernels.chain_ways import ChainRunner
 from ascend_ln_fuse.kernels.fused_linear import FusedLinear
 from ascend_ln_fuse.kernels.fused_linear_plan import Plan
@@ -72,6 +74,22 @@ def test_a_warm_call_settles_nothing(name, ways, monkeypatch):
         assert is_right(runner, inputs())
     settle_nothing(monkeypatch)
     assert is_right(runner, inputs(), (1e-3,))
+
+
+@pytest.mark.parametrize("name", [name for name in CHAINS if name.startswith(("score", "patches"))])
+def test_products_that_only_the_library_runs(name, monkeypatch):
+    """Patch convolutions and scores, of whole values, columns and heads."""
+    chain, how = CHAINS[name]
+    runner = ChainRunner(chain, "off", lambda question: Choice(LIBRARY))
+
+    def check(scalars):
+        inputs = tensors(chain, **how)  # fp32, in which a norm sums in another order than the reference
+        torch.testing.assert_close(runner(inputs, scalars), tuple(evaluate(chain, inputs, scalars).values()))
+
+    for _ in range(4):
+        check(EPS)
+    settle_nothing(monkeypatch)
+    check((1e-3,))
 
 
 class Wide(TorchFunctionMode):

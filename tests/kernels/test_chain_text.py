@@ -34,6 +34,23 @@ def test_what_is_no_chain_is_refused(change, message):
         parse_chain(text.replace(*change, 1))
 
 
+@pytest.mark.parametrize("name, change, message", [
+    ("patches", ("; 2, 4)", "; 2)"), "a grid is a height and a width"),
+    ("patches", ("; 2, 4)", "; two, 4)"), "a grid is a height and a width"),
+    ("patches", ("patch_conv(h, w1, b1;", "patch_conv(h;"), "a product has one name"),
+    ("score", ("score(q[0:8 x 4 by 8], k[0:8", "score(k[0:8"), "a score has one name, a query and a key"),
+    ("score", ("score(q[0:8 x 4 by 8],", "score(q[0:8 x 4 by 4],"), "heads that overlap"),
+    ("score", ("score(q[0:8 x 4 by 8],", "score(q[0:8 x 0 by 8],"), "heads that overlap, or none"),
+    ("score", ("score(q[0:8 x 4 by 8],", "score(q[0:8 x 4],"), "is no value"),
+    ("score", ("region(s)", "region(s[0:8 x 4 by 8])"), "is no value and no columns"),
+    ("score", ("score(q[", "score(p["), "'p', read by 's'")])
+def test_other_products_that_are_none(name, change, message):
+    text = CHAINS[name][0].text
+    assert change[0] in text
+    with pytest.raises(ValueError, match=message):
+        parse_chain(text.replace(*change, 1))
+
+
 @pytest.mark.parametrize("name", CHAINS)
 def test_the_op(name):
     """`torch.ops.ascend_ln_fuse.chain`: the same values; its fake has the same shapes and strides."""
