@@ -42,7 +42,7 @@ UB_SHARE_950 = 0.97
 CUDA_TILE_BYTES = 4096
 CUDA_WARP_BYTES = 2048
 #: CUDA: rows of at most this many bytes take half of both (q and k of heads of 128 together: 43 us so,
-#: 58 otherwise).
+#: 58 otherwise), but not several tensors of rows of half that length (12 heads of 64: 82 us whole, 88 half).
 CUDA_SHORT_ROW_BYTES = 256
 #: CUDA: a row that is a program's only one takes a warp for half as many bytes, up to this many warps: its
 #: reductions take longer than its loads (LayerNorm at D 4096, 1 MB: 3.1 us so, 3.5 otherwise).
@@ -122,7 +122,8 @@ def _cuda(region: NormRegion, structure: Structure, target: Target) -> tuple[Til
     cols = _power(region.lane)
     if cols > CUDA_MAX_COLS // (2 if region.compute == "f64" else 1):
         return (Tile(1, 4096, 8), Tile(1, 1024, 4))
-    share = 2 if cols * width <= CUDA_SHORT_ROW_BYTES else 1
+    tiny = 2 * cols * width <= CUDA_SHORT_ROW_BYTES and _streaming(region, structure) > 1
+    share = 2 if cols * width <= CUDA_SHORT_ROW_BYTES and not tiny else 1
     rows = 1 if structure.wide else min(MAX_ROWS, max(1, CUDA_TILE_BYTES // share // (cols * width)))
     if rows == 2 and _streaming(region, structure) > 1:
         rows = 1  # add -> LayerNorm at D 1024, 8 MB: 10.2 us so, 10.6 with two rows
