@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, Node
 
-from .effects import value_of
+from .effects import is_attention_without_dropout, value_of
 from .graph import Lens
 from .kinds import STRIDE_FREE_VIEWS, base_name, kind
 from .rewrite import copy_graph
@@ -51,8 +51,9 @@ def without_needless_masks(graph: Graph) -> tuple[Graph, str]:
 
 def needless_masks(graph: Graph) -> dict[Node, str]:
     """The attentions of a graph, whose nodes carry fakes, that have a constant and needless mask -> ALL or
-    CAUSAL."""
-    calls = [(node, _arguments(node)) for node in graph.nodes if base_name(node) == _ATTENTION]
+    CAUSAL. None with dropout: which numbers are drawn for which score depends on the kernel, and that on
+    whether there is a mask."""
+    calls = [(node, _arguments(node)) for node in graph.nodes if is_attention_without_dropout(node)]
     calls = [(node, given) for node, given in calls
              if isinstance(given.get("attn_mask"), Node) and given.get("is_causal", False) is False]
     if not calls or _capturing():
@@ -111,6 +112,8 @@ def _arguments(node: Node) -> dict:
 
 def _is_pure(node: Node) -> bool:
     name = base_name(node)
+    if "out" in node.kwargs:
+        return False
     return name in _FACTORIES or name in _FILLS or name in _PURE or kind(node) in _PURE
 
 
@@ -118,7 +121,7 @@ def _constants(lens: Lens) -> set[Node]:
     """The nodes that yield the same in every call of the graph."""
     found: set[Node] = set()
     for node in lens.nodes:
-        if not _is_pure(node) or "out" in node.kwargs or node in lens.transformed or lens.is_mutated(node):
+        if not _is_pure(node) or node in lens.transformed or lens.is_mutated(node):
             continue
         if not all(map(_small, _tensors(value_of(node)))):
             continue
@@ -133,8 +136,8 @@ def _tensors(value) -> Iterator[torch.Tensor | None]:
 
 
 def _small(fake: torch.Tensor | None) -> bool:
-    """Whether it is a plain tensor of static sizes, and not too large."""
-    return fake is not None and fake.layout is torch.strided and \
+    """Whether it is a plain tensor of static sizes, with values, and not too large."""
+    return fake is not None and fake.layout is torch.strided and fake.device.type != "meta" and \
         all(isinstance(n, int) for n in (*fake.shape, *fake.stride())) and fake.numel() <= MAX_ELEMENTS
 
 
