@@ -4,7 +4,9 @@ Where a library asks in eager whether a mask is needed at all, it cannot ask whi
 then builds the mask from `arange` and comparisons in every call, and scaled_dot_product_attention, given a
 mask, has to run a slower kernel than it does in eager. Such a mask is a constant of the graph. It is
 computed once, here, and where it is all True the call gets no mask, where it is causal `is_causal=True`,
-which mean the same by the definition of torch.nn.functional.scaled_dot_product_attention.
+which mean the same by the definition of torch.nn.functional.scaled_dot_product_attention. (But for scores
+that are Inf where the mask is not True: masks are added to them as -Inf, which gives NaN, and `is_causal`
+does not look at them.)
 """
 
 from __future__ import annotations
@@ -193,6 +195,8 @@ def _fits(lens: Lens, node: Node, given: dict, meaning: str) -> bool:
     mask, out = lens.tensor(given["attn_mask"]), lens.tensor(node)
     if any(fake is None for fake in (query, key, value, mask, out)):
         return False
+    if query.dim() == 4 and mask.dim() == 3:
+        return False  # no kernel takes it but plain matmuls, which can be differentiated twice
     sizes = (*query.shape[:-1], value.shape[-1])
     return tuple(out.shape) == sizes and \
         (meaning == ALL or tuple(mask.shape[-2:]) == (query.shape[-2], key.shape[-2]))

@@ -232,6 +232,20 @@ def test_what_a_needless_mask_was_shaped_like_is_written_all_the_same():
     torch.testing.assert_close(buffer, x + 1)
 
 
+def test_second_derivatives_are_those_of_the_mask_s_kernel():
+    """The CPU's flash attention has none; with a mask of three dims eager does not take it."""
+    def attend(x):
+        mask = torch.ones(1, TOKENS, TOKENS, dtype=torch.bool).tril()
+        return F.scaled_dot_product_attention(x * 2, x, x.sin(), attn_mask=mask)
+
+    x, found = torch.randn(2, 2, TOKENS, 8), []
+    for call in (attend, torch.compile(attend, backend="ascend_ln_fuse", options={"report": "off"})):
+        leaf = x.clone().requires_grad_()
+        grad, = torch.autograd.grad(call(leaf).sin().sum(), leaf, create_graph=True)
+        found.append(torch.autograd.grad(grad.square().sum(), leaf)[0])
+    torch.testing.assert_close(*found)
+
+
 def test_a_model_on_meta(monkeypatch):
     monkeypatch.setenv("ASCEND_LN_FUSE_STRICT", "1")
     result = run(Attention(tril).to("meta"), torch.empty(2, TOKENS, 32, device="meta"))
