@@ -38,7 +38,8 @@ _FENCES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inf
            "_jvp_decrement_nesting", "_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable",
            "set_deterministic_debug_mode", "_set_deterministic_algorithms", "_enter_dual_level",
            "_exit_dual_level", "set_fwd_grad_enabled", "_set_fwd_grad_enabled", "set_stream")
-_TRANSFORM_WORDS = ("_vmap_", "_grad_increment", "_grad_decrement", "_jvp_")
+#: What begins and ends a functorch transform, or forward-mode AD: its tensors are not what they look like.
+_TRANSFORM_WORDS = ("_vmap_", "_grad_increment", "_grad_decrement", "_jvp_", "_dual_level")
 
 
 @dataclass(frozen=True)
@@ -113,10 +114,10 @@ def is_fence(node: Node) -> bool:
 
 
 def transform_depth_change(node: Node) -> int:
-    """+1 where a functorch transform begins, -1 where it ends, else 0."""
+    """+1 where a functorch transform or forward-mode AD begins, -1 where it ends, else 0."""
     name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
     if any(word in name for word in _TRANSFORM_WORDS):
-        return 1 if "increment" in name else -1
+        return 1 if "increment" in name or "enter" in name else -1
     return 0
 
 

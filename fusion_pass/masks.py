@@ -4,7 +4,9 @@ Where a library asks in eager whether a mask is needed at all, it cannot ask whi
 then builds the mask from `arange` and comparisons in every call, and scaled_dot_product_attention, given a
 mask, has to run a slower kernel than it does in eager. Such a mask is a constant of the graph. It is
 computed once, here, and where it is all True the call gets no mask, where it is causal `is_causal=True`,
-which mean the same by the definition of torch.nn.functional.scaled_dot_product_attention.
+which mean the same by the definition of torch.nn.functional.scaled_dot_product_attention. (But for scores
+that are Inf where the mask is not True: masks are added to them as -Inf, which gives NaN, and `is_causal`
+does not look at them.)
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, Node
 
-from .effects import value_of
+from .effects import is_attention_without_dropout, value_of
 from .graph import Lens
 from .kinds import STRIDE_FREE_VIEWS, base_name, kind
 from .rewrite import copy_graph
@@ -51,8 +53,9 @@ def without_needless_masks(graph: Graph) -> tuple[Graph, str]:
 
 def needless_masks(graph: Graph) -> dict[Node, str]:
     """The attentions of a graph, whose nodes carry fakes, that have a constant and needless mask -> ALL or
-    CAUSAL."""
-    calls = [(node, _arguments(node)) for node in graph.nodes if base_name(node) == _ATTENTION]
+    CAUSAL. None with dropout: which numbers are drawn for which score depends on the kernel, and that on
+    whether there is a mask."""
+    calls = [(node, _arguments(node)) for node in graph.nodes if is_attention_without_dropout(node)]
     calls = [(node, given) for node, given in calls
              if isinstance(given.get("attn_mask"), Node) and given.get("is_causal", False) is False]
     if not calls or _capturing():
@@ -113,6 +116,8 @@ def _is_pure(node: Node) -> bool:
     name = base_name(node) or ""
     if name.startswith("__") and name.endswith("__"):
         name = name[2:-2]  # Dynamo writes `a == b` as a method in some versions
+    if "out" in node.kwargs:
+        return False
     return name in _FACTORIES or name in _FILLS or name in _PURE or kind(node) in _PURE
 
 
@@ -120,7 +125,7 @@ def _constants(lens: Lens) -> set[Node]:
     """The nodes that yield the same in every call of the graph."""
     found: set[Node] = set()
     for node in lens.nodes:
-        if not _is_pure(node) or "out" in node.kwargs or node in lens.transformed or lens.is_mutated(node):
+        if not _is_pure(node) or node in lens.transformed or lens.is_mutated(node):
             continue
         if not all(map(_small, _tensors(value_of(node)))):
             continue
@@ -135,8 +140,8 @@ def _tensors(value) -> Iterator[torch.Tensor | None]:
 
 
 def _small(fake: torch.Tensor | None) -> bool:
-    """Whether it is a plain tensor of static sizes, and not too large."""
-    return fake is not None and fake.layout is torch.strided and \
+    """Whether it is a plain tensor of static sizes, with values, and not too large."""
+    return fake is not None and fake.layout is torch.strided and fake.device.type != "meta" and \
         all(isinstance(n, int) for n in (*fake.shape, *fake.stride())) and fake.numel() <= MAX_ELEMENTS
 
 
@@ -149,10 +154,15 @@ def _evaluate(lens: Lens, mask: Node, constants: set[Node]) -> torch.Tensor | No
             needed.add(node)
             stack += () if base_name(node) in _FILLS else node.all_input_nodes
     values: dict[Node, object] = {}
+    order = sorted(needed, key=lens.position.__getitem__)
+    last = {arg: node for node in order for arg in node.all_input_nodes}
     try:
         with unset_fake_temporarily(), torch.no_grad():
-            for node in sorted(needed, key=lens.position.__getitem__):
+            for node in order:
                 values[node] = _run(node, values)
+                for arg in node.all_input_nodes:
+                    if last[arg] is node:
+                        values.pop(arg, None)  # a mask of many tokens is large, and made in several steps
     except Exception:  # a mask that stays in the graph is no failure
         return None
     return values[mask] if isinstance(values[mask], torch.Tensor) else None
@@ -192,6 +202,8 @@ def _fits(lens: Lens, node: Node, given: dict, meaning: str) -> bool:
     mask, out = lens.tensor(given["attn_mask"]), lens.tensor(node)
     if any(fake is None for fake in (query, key, value, mask, out)):
         return False
+    if query.dim() == 4 and mask.dim() == 3:
+        return False  # no kernel takes it but plain matmuls, which can be differentiated twice
     sizes = (*query.shape[:-1], value.shape[-1])
     return tuple(out.shape) == sizes and \
         (meaning == ALL or tuple(mask.shape[-2:]) == (query.shape[-2], key.shape[-2]))

@@ -14,10 +14,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .effects import RANDOM, WORLD, Effects, binds_inplace, inplace_position, value_of
 from .kernels.pointwise import POINTWISE
+from .kernels.region import dense_strides
 from .kinds import KINDS, REGROUPING_VIEWS, base_name, kind
 
 if TYPE_CHECKING:
@@ -74,6 +77,7 @@ def private_updates(lens: Lens, effects: Sequence[Effects]) -> dict[Node, str]:
     - what was there before an update is read after it by nobody, under any name: whoever comes later reads
       the update's result;
     - nothing else writes it, and nothing sees it that may keep it (ops of which nothing is known);
+    - a new tensor of its values would have its strides;
     - all happens under one grad mode and autocast, outside of functorch transforms;
     - where gradients are recorded, eager would allow it, and the update is of one dtype.
 
@@ -127,7 +131,8 @@ def _is_update_of(lens: Lens, update: Node, current: Node) -> bool:
     before, after = lens.tensor(target), lens.tensor(update)
     if before is None or after is None or update in lens.transformed or \
             lens.segment[update] != lens.segment[current] or \
-            before.dtype != lens.tensor(current).dtype:  # a view as other numbers
+            before.dtype != lens.tensor(current).dtype or \
+            _has_odd_strides(after):  # (another dtype: a view as other numbers)
         return False
     view = target
     while view is not current:
@@ -144,6 +149,19 @@ def _is_update_of(lens: Lens, update: Node, current: Node) -> bool:
     return target is current and list(target.users) == [update] and \
         [*update.args, *update.kwargs.values()].count(target) == 1 and _word(current) in _KEEP_NO_RESULT and \
         all(lens.tensor(arg) is None or lens.tensor(arg).dtype == after.dtype for arg in others)
+
+
+def _has_odd_strides(fake: torch.Tensor) -> bool:
+    """Whether a fake is contiguous only because nobody steps along its dims of size 1. An in-place op keeps
+    their strides; what its functional form yields has those of a new tensor."""
+    dense = dense_strides(tuple(fake.shape), range(fake.dim()))
+    found = False
+    for size, stride, usual in zip(fake.shape, fake.stride(), dense):
+        if not statically_known_true(stride == usual):
+            if not (isinstance(size, int) and size == 1):
+                return False
+            found = True
+    return found
 
 
 def _word(node: Node) -> str | None:

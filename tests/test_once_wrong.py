@@ -311,3 +311,16 @@ def test_a_wrong_time_limit_is_said_at_once(monkeypatch):
     monkeypatch.setenv("ASCEND_LN_FUSE_COMPILE_SECONDS", "soon")
     with pytest.raises(Exception, match="ASCEND_LN_FUSE_COMPILE_SECONDS must be a number of seconds"):
         compiled(lambda x: F.layer_norm(x, (8,)))(torch.randn(2, 8))
+
+
+def test_forward_mode_inside_the_graph(path):
+    """A kernel knows of no tangents: they were None where the dual level is entered in what is compiled."""
+    def tangent(x):
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, torch.ones_like(x))
+            return forward_ad.unpack_dual(F.layer_norm(dual * x, (16,)) + x).tangent
+
+    x = torch.randn(3, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(tangent)(x), tangent(x))
+    assert last_reports()[-1].sites[0].reason == "inside a functorch transform"

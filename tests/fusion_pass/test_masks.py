@@ -106,11 +106,11 @@ def graphs(monkeypatch):
     return found
 
 
-def run(model, x, **options):
+def run(model, *inputs, **options):
     torch.manual_seed(0)
     compiled = torch.compile(model, backend="ascend_ln_fuse", options={"report": "off", **options})
     with torch.no_grad():
-        return compiled(x)
+        return compiled(*inputs)
 
 
 def attention(graph):
@@ -219,6 +219,45 @@ def test_methods_of_operators(name):
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
     assert masks._is_pure(graph.call_method(name, (x, x))) is (name != "__iand__")
+
+
+def test_dropout_keeps_its_mask(graphs):
+    """Which random numbers fall on which scores is the kernel's matter, and so the mask's."""
+    model, x = Attention(causal, dropout_p=0.5), torch.randn(2, TOKENS, 32)
+    run(model, x, inner="aot_eager")
+    assert attention(graphs[0]).kwargs["attn_mask"] is not None
+
+
+def test_what_a_needless_mask_was_shaped_like_is_written_all_the_same():
+    """Only the shape of `torch.add(x, 1, out=buffer)` is read, but it writes."""
+    def attend(q, x, buffer):
+        mask = torch.ones_like(torch.add(x, 1, out=buffer), dtype=torch.bool).tril()
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+    q, x, buffer = torch.randn(2, 2, TOKENS, 8), torch.randn(TOKENS, TOKENS), torch.zeros(TOKENS, TOKENS)
+    run(attend, q, x, buffer)
+    assert last_reports()[-1].notes
+    torch.testing.assert_close(buffer, x + 1)
+
+
+def test_second_derivatives_are_those_of_the_mask_s_kernel():
+    """The CPU's flash attention has none; with a mask of three dims eager does not take it."""
+    def attend(x):
+        mask = torch.ones(1, TOKENS, TOKENS, dtype=torch.bool).tril()
+        return F.scaled_dot_product_attention(x * 2, x, x.sin(), attn_mask=mask)
+
+    x, found = torch.randn(2, 2, TOKENS, 8), []
+    for call in (attend, torch.compile(attend, backend="ascend_ln_fuse", options={"report": "off"})):
+        leaf = x.clone().requires_grad_()
+        grad, = torch.autograd.grad(call(leaf).sin().sum(), leaf, create_graph=True)
+        found.append(torch.autograd.grad(grad.square().sum(), leaf)[0])
+    torch.testing.assert_close(*found)
+
+
+def test_a_model_on_meta(monkeypatch):
+    monkeypatch.setenv("ASCEND_LN_FUSE_STRICT", "1")
+    result = run(Attention(tril).to("meta"), torch.empty(2, TOKENS, 32, device="meta"))
+    assert result.shape == (2, 2, TOKENS, 16) and not last_reports()[-1].notes
 
 
 def test_a_mask_that_is_too_large_is_not_computed(monkeypatch):

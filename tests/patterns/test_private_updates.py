@@ -499,3 +499,14 @@ def test_a_model_compiled_in_place():
     with torch.no_grad():
         wanted = model(x)
         torch.testing.assert_close(auto_fusion(model, report="off")(x), wanted)
+
+
+def test_strides_of_a_dim_of_size_one_are_kept():
+    """A new tensor has other ones there than the one that an in-place op yields: eager's, whoever asks."""
+    def updated(x):
+        hidden = F.rms_norm(x[:, 1:], (D,))
+        return hidden.mul_(hidden)
+
+    x = torch.randn(2, 2, D).transpose(0, 1)
+    assert updated(x).shape == (2, 1, D) and updated(x).stride() == (D, 2 * D, 1)
+    check(Of(updated), x, fused=1)
