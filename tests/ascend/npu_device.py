@@ -125,6 +125,9 @@ class _Npu:
         self.get_device_name = lambda index=0: SOC
         self._is_in_bad_fork = lambda: False
         self.manual_seed_all = lambda seed: None
+        # AOTAutograd keeps the random state of any accelerator, in whatever test runs next in this process.
+        self.get_rng_state = lambda device=0: torch.zeros(16, dtype=torch.uint8)
+        self.set_rng_state = lambda state, device=0: None
         self.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
 
 
