@@ -180,9 +180,24 @@ def _region_backward(text, inputs, scalars, grads, given, needs):
     grads = [grad if has else None for grad, has in zip(grads, given)]
     found = input_gradients(parse(text), inputs, scalars, grads, needs)
     # An op yields tensors only: an unneeded gradient is an empty one.
-    return [x.new_empty(0) if grad is None and not need else
-            torch.zeros_like(x, memory_format=torch.contiguous_format) if grad is None else
-            grad.contiguous() for x, grad, need in zip(inputs, found, needs)]
+    results = [x.new_empty(0) if grad is None and not need else
+               torch.zeros_like(x, memory_format=torch.contiguous_format) if grad is None else
+               grad.contiguous() for x, grad, need in zip(inputs, found, needs)]
+    return _apart(results, (*inputs, *(grad for grad in grads if grad is not None)))
+
+
+def _apart(results: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`results`, copied where they share memory with one another or with `others`: the schema of an op says
+    that they do not, and a compiler may write over each of them. (The two terms of a sum have one gradient.)
+    """
+    known = {x.untyped_storage()._cdata for x in others}
+    apart = []
+    for result in results:
+        if result.untyped_storage()._cdata in known:
+            result = result.clone()
+        known.add(result.untyped_storage()._cdata)
+        apart.append(result)
+    return apart
 
 
 def _region_backward_fake(text, inputs, scalars, grads, given, needs):
