@@ -419,22 +419,28 @@ def _listing(rows: list[_Row]) -> list[str]:
     lines: list[str] = []
     seen = set()
     for where, (site, *_) in rows:
-        key = (site.pattern, site.region, site.device)
+        key = (site.pattern, site.region, site.device, site.chain)
         if site.status != FUSED or key in seen:
             continue
         seen.add(key)
         device = f" on {visible(site.device)}" if site.device else ""
         lines += ["", f"{visible(where)}: {visible(site.pattern)}{device}"]
-        try:
-            kernel = site.call.source() if site.call else None
-        except Exception as error:  # the rest of the report is still worth reading
-            kernel = f"not available: {type(error).__name__}: {error}"
-        texts = {"region": site.region, "kernel": kernel, "self-check": site.self_check_words(),
-                 "chain": "\n".join(site.chain_ways())}
+        behind = [_source(call) for call in site.calls_behind]
+        texts = {"region": site.region, "kernel": _source(site.call),
+                 "kernels behind the products": "\n\n".join(filter(None, behind)),
+                 "self-check": site.self_check_words(), "chain": "\n".join(site.chain_ways())}
         for title, text in texts.items():
             if text:
                 lines += [f"  {title}:", *(f"    {line}" for line in _block(text).split("\n"))]
     return lines
+
+
+def _source(call: Call | None) -> str | None:
+    """The text of a call's kernel, or why there is none: the rest of the report is still worth reading."""
+    try:
+        return call.source() if call is not None else None
+    except Exception as error:
+        return f"not available: {type(error).__name__}: {error}"
 
 
 # -- printing and history

@@ -336,6 +336,13 @@ def test_full_adds_region_and_source_of_each_distinct_fused_site():
     assert region not in render(FusionReport("M", 0, sites)) and len(calls) == 1
 
 
+def test_full_adds_the_kernels_behind_the_products_of_a_chain():
+    site = fused("a", call=call_of(lambda: "norm"), chain="linear -> gelu",
+                 calls_behind=(call_of(lambda: "def gelu(x): ..."), call_of(lambda: None)))
+    text = render(FusionReport("M", 0, [site]), "full")
+    assert "  kernels behind the products:\n    def gelu(x): ...\n" in text
+
+
 def test_a_source_that_fails_does_not_take_the_report_with_it():
     def fail():
         raise RuntimeError("no compiler")
