@@ -12,12 +12,13 @@ does not look at them.)
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, Node
 
-from .effects import is_attention_without_dropout, value_of
+from .effects import effects_of, is_attention_without_dropout, value_of
 from .graph import Lens
 from .kinds import STRIDE_FREE_VIEWS, base_name, kind
 from .rewrite import copy_graph
@@ -197,13 +198,48 @@ def _meaning(mask: torch.Tensor | None) -> str | None:
 
 
 def _fits(lens: Lens, node: Node, given: dict, meaning: str) -> bool:
-    """Whether the attention without its mask has the same shape, and the same rows and columns as it."""
+    """Whether the attention has the mask's rows and columns, and without it the same shape, with strides that
+    the graph bears."""
     query, key, value = (lens.tensor(given.get(name)) for name in _ARGUMENTS[:3])
     mask, out = lens.tensor(given["attn_mask"]), lens.tensor(node)
     if any(fake is None for fake in (query, key, value, mask, out)):
         return False
     if query.dim() == 4 and mask.dim() == 3:
         return False  # no kernel takes it but plain matmuls, which can be differentiated twice
-    sizes = (*query.shape[:-1], value.shape[-1])
-    return tuple(out.shape) == sizes and \
-        (meaning == ALL or tuple(mask.shape[-2:]) == (query.shape[-2], key.shape[-2]))
+    if meaning == CAUSAL and tuple(mask.shape[-2:]) != (query.shape[-2], key.shape[-2]):
+        return False
+    rest = {name: arg for name, arg in node.kwargs.items() if name not in _ARGUMENTS}
+    try:
+        bare = _on_fakes(node, (query, key, value), {**rest, "is_causal": meaning == CAUSAL}, query)
+    except Exception:
+        return False
+    return tuple(bare.shape) == tuple(out.shape) and _settles(lens, node, bare)
+
+
+def _settles(lens: Lens, node: Node, fake: torch.Tensor) -> bool:
+    """Whether nothing in the graph depends on `node` having other strides than `fake`: what reads it, and
+    alone does, has the strides of the graph again before it is read by more. (Kernels of attention differ in
+    the strides of their results; a `reshape` makes them alike, a `view` fails.)"""
+    while fake.stride() != lens.tensor(node).stride():
+        reader, *others = node.users
+        if others or reader.op not in ("call_function", "call_method") or effects_of(reader).writes:
+            return False
+        try:
+            args, kwargs = torch.fx.node.map_arg((reader.args, dict(reader.kwargs)),
+                                                 lambda arg: fake if arg is node else value_of(arg))  # noqa: B023
+            fake = _on_fakes(reader, args, kwargs, fake)
+        except Exception:
+            return False
+        if not isinstance(fake, torch.Tensor) or lens.tensor(reader) is None:
+            return False
+        node = reader
+    return True
+
+
+def _on_fakes(node: Node, args, kwargs, like: torch.Tensor):
+    """What the op of `node` makes of fakes in the mode of `like`; no guard is kept of it."""
+    mode = like.fake_mode
+    with mode, mode.shape_env.suppress_guards() if mode.shape_env else nullcontext():
+        if node.op == "call_method":
+            return getattr(args[0], node.target)(*args[1:], **kwargs)
+        return node.target(*args, **kwargs)
