@@ -63,6 +63,9 @@ class _Npu:
         self._is_in_bad_fork = lambda: False
         self.manual_seed_all = self.manual_seed = self.set_device = lambda value: None
         self.synchronize = self.empty_cache = lambda device=None: None
+        # AOTAutograd keeps the random state of any accelerator, whatever it compiles later in this process.
+        self.get_rng_state = lambda device=None: torch.zeros(16, dtype=torch.uint8)
+        self.set_rng_state = lambda state, device=None: None
         self.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
 
 
