@@ -72,7 +72,7 @@ def build(lens: Lens, pieces: Sequence[Site], cats: Sequence[CatNode]) -> CatSit
     scalars: list[float | Node] = []
 
     def tensor(node: Node, views: tuple[Step, ...]) -> int:
-        key = (node, *((s.op, s.target, repr(s.args), repr(s.kwargs)) for s in views))
+        key = (node, *(step.key for step in views))
         return inputs.setdefault(key, (len(inputs), (node, views)))[0]
 
     def scalar(value: float | Node) -> int:

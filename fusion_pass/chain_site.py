@@ -209,7 +209,7 @@ class _Builder:
         return self.names[node]
 
     def _input(self, node: Node, views) -> str:
-        key = (node, *((s.op, s.target, repr(s.args), repr(s.kwargs)) for s in views))
+        key = (node, *(step.key for step in views))
         if key not in self.inputs:
             self.inputs[key] = (f"x{len(self.inputs)}", (node, views))
         return self.inputs[key][0]

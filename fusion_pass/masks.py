@@ -175,6 +175,10 @@ def _run(node: Node, values: dict[Node, object]):
         fake = value_of(node)
         return torch.full(fake.shape, fill, dtype=fake.dtype, device=fake.device)
     args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+    return _call(node, args, kwargs)
+
+
+def _call(node: Node, args, kwargs):
     if node.op == "call_method":
         return getattr(args[0], node.target)(*args[1:], **kwargs)
     return node.target(*args, **kwargs)
@@ -240,6 +244,4 @@ def _on_fakes(node: Node, args, kwargs, like: torch.Tensor):
     """What the op of `node` makes of fakes in the mode of `like`; no guard is kept of it."""
     mode = like.fake_mode
     with mode, mode.shape_env.suppress_guards() if mode.shape_env else nullcontext():
-        if node.op == "call_method":
-            return getattr(args[0], node.target)(*args[1:], **kwargs)
-        return node.target(*args, **kwargs)
+        return _call(node, args, kwargs)

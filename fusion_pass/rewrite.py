@@ -132,8 +132,7 @@ def _operand(graph: Graph, node: Node, steps, env: dict, views: dict) -> Node:
     """`node` seen through `steps`; equal views of one tensor are taken once."""
     result, key = env[node], node
     for step in steps:
-        # Steps hold slices and lists, which cannot be hashed but print exactly.
-        key = (key, step.op, step.target, repr(step.args), repr(step.kwargs))
+        key = (key, step.key)
         if key not in views:
             views[key] = step.insert(graph, result, env.__getitem__)
         result = views[key]

@@ -48,6 +48,11 @@ class Step:
     def of(cls, node: Node) -> Step:
         return cls(node.op, node.target, tuple(node.args[1:]), tuple(node.kwargs.items()))
 
+    @property
+    def key(self) -> tuple:
+        """Equal for equal views. (Slices and lists cannot be hashed, but print exactly.)"""
+        return self.op, self.target, repr(self.args), repr(self.kwargs)
+
     @classmethod
     def method(cls, name: str, *args) -> Step:
         return cls("call_method", name, args, ())
@@ -387,7 +392,7 @@ class Assembler:
             if not lens.is_identity(node):
                 steps = (Step.of(node), *steps)
             node = node.args[0]
-        return (node, *((s.op, s.target, repr(s.args), repr(s.kwargs)) for s in steps))
+        return (node, *(step.key for step in steps))
 
     def _flatten(self, node: Node, fake: torch.Tensor, steps):
         k = self.flat

@@ -19,6 +19,7 @@ from ..kernels.region import dense_strides
 from ..kinds import STRIDE_FREE_VIEWS
 from ..select import Taken
 from ..site import Decline, Site, assemble
+from .rotary import joined
 
 #: bytes of the smallest cat that is taken: below, a launch costs more than the copy
 LEAST_BYTES = 1 << 20
@@ -41,10 +42,10 @@ def join_cats(lens: Lens, taken: Taken) -> None:
     for group in nx.connected_components(groups):
         members = sorted(group, key=lens.position.__getitem__)
         anchors = [node for node in members if node in moved]
-        joined = build(lens, [moved[anchor] for anchor in anchors],
-                       [by_node[node] for node in members if node in by_node])
-        if not any(node in joined.interior for node, _ in joined.inputs):  # a cat of a cat
-            taken.replace([sites[anchor] for anchor in anchors], joined)
+        site = build(lens, [moved[anchor] for anchor in anchors],
+                     [by_node[node] for node in members if node in by_node])
+        if not any(node in site.interior for node, _ in site.inputs):  # a cat of a cat
+            taken.replace([sites[anchor] for anchor in anchors], site)
 
 
 def _cats(lens: Lens, taken: Taken) -> list[CatNode]:
@@ -53,12 +54,9 @@ def _cats(lens: Lens, taken: Taken) -> list[CatNode]:
 
 
 def _cat(lens: Lens, node: Node) -> CatNode | None:
-    kwargs = dict(node.kwargs)
-    parts = node.args[0] if node.args else kwargs.pop("tensors", ())
-    dim = node.args[1] if len(node.args) > 1 else kwargs.pop("dim", kwargs.pop("axis", 0))
+    parts, dim = joined(node)
     fake = lens.tensor(node)
-    if kwargs or fake is None or not isinstance(dim, int) or not isinstance(parts, (tuple, list)) or \
-            not all(isinstance(part, Node) for part in parts) or len(set(parts)) != len(parts):
+    if fake is None or not isinstance(dim, int) or len(set(parts)) != len(parts):
         return None
     fakes = [lens.tensor(part) for part in parts]
     dim %= max(fake.dim(), 1)
@@ -73,7 +71,7 @@ def _cat(lens: Lens, node: Node) -> CatNode | None:
     if math.prod(fake.shape) * fake.element_size() < LEAST_BYTES or \
             any(part.numel() == 0 or part.device != fake.device for part in fakes):
         return None
-    return CatNode(node, tuple(parts), dim)
+    return CatNode(node, parts, dim)
 
 
 def _into_cats(lens: Lens, site, cats: dict[Node, CatNode]) -> Site | None:

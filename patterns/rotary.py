@@ -39,7 +39,7 @@ def rotations(lens: Lens, source: Node, twins: Collection[Node] = ()) -> list[Co
 
 def rotation_at(lens: Lens, end: Node) -> Composite | None:
     """The rotation that the cat or stack `end` makes of the nearest value above it that has one."""
-    parts, _ = _joined(end)
+    parts, _ = joined(end)
     return next((found for value in values_above(lens, parts[-1] if len(parts) == 2 else None)
                  if (found := _rotation(lens, value, {value}, end)) is not None), None)
 
@@ -99,7 +99,7 @@ def _joins(lens: Lens, roots: set[Node]) -> list[Node]:
 
 def _rotation(lens: Lens, source: Node, roots: set[Node], end: Node) -> Composite | None:
     """The rotation that the cat or stack `end` makes of `source`: of a negated second part and a first."""
-    parts, dim = _joined(end)
+    parts, dim = joined(end)
     if len(parts) != 2 or lens.kind(parts[0]) != "neg" or not parts[0].args:
         return None
     negated, first = parts
@@ -133,7 +133,7 @@ def _rotation(lens: Lens, source: Node, roots: set[Node], end: Node) -> Composit
     return Composite(Term(op, (source,)), out, frozenset(nodes))
 
 
-def _joined(end: Node) -> tuple[tuple, object]:
+def joined(end: Node) -> tuple[tuple, object]:
     """What a cat or stack joins, and along which dim."""
     kwargs = dict(end.kwargs)
     parts = end.args[0] if end.args else kwargs.pop("tensors", ())
