@@ -65,11 +65,11 @@ class Mutant:
 
 MUTANTS = {
     "views keyed without their arguments": Mutant(
-        "rewrite", "_operand", "step.target, repr(step.args), repr(step.kwargs))", "step.target)"),
+        "rewrite", "_operand", "step.key)", "step.target)"),
     "views shared with no_grad": Mutant(
         "rewrite", "rewrite", "lens.segment[unit.anchor]", "0"),
     "operands placed without their views' arguments": Mutant(
-        "site", "Assembler._place", "s.target, repr(s.args), repr(s.kwargs))", "s.target)"),
+        "site", "Assembler._place", "step.key for step in steps", "step.target for step in steps"),
     "scalars that are close taken for one": Mutant(
         "site", "Assembler.scalar", "known == value)", "abs(known - value) < 1e-4)"),
     "no rounding by a cast": Mutant(
