@@ -1,8 +1,8 @@
 """The lens: an FX graph as the patterns see it.
 
 Dynamo's and ATen graphs look the same through it: what a node computes (`kind`), what it yields
-(`value`), which memory it shares (`is_view_of`), and in which order nodes must stay (`order`, a
-networkx DiGraph of data and effect edges over node positions). Nothing is traced or run again.
+(`value`), which memory it shares (`is_view_of`), and in which order nodes must stay (`order`:
+data and effect edges over node positions). Nothing is traced or run again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import wraps
 
-import networkx as nx
 import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -116,8 +115,9 @@ class Lens:
 
     Attributes:
         nodes: the nodes in order; `position` is its inverse.
-        order: DiGraph over positions; an edge says that its head must come after its tail (data, a
-            read after a write, a write after a read or write, random draws in turn).
+        order: position -> the positions that must come after it (data, a read after a write, a write
+            after a read or write, random draws in turn). Lists: networkx keeps two dicts an edge, which
+            large models would not leave in the processor's caches.
         segment: per node, the count of fences (grad mode, autocast, functorch) before it. A fused op
             replaces nodes of one segment only.
         updates: the private updates (`updates.py`), each with the word of its functional form, as which all
@@ -227,7 +227,7 @@ class Lens:
                 return True
             if position <= last and position not in seen:
                 seen.add(position)
-                stack.extend(self.order.successors(position))
+                stack.extend(self.order[position])
         return False
 
     def where(self, node: Node) -> str:
@@ -235,9 +235,8 @@ class Lens:
         parts = [part for part in (module_path(node), source_line(node)) if part]
         return ", ".join(parts) or node.name
 
-    def _order(self, effects: Sequence[Effects]) -> nx.DiGraph:
-        edges = nx.DiGraph()
-        edges.add_nodes_from(range(len(self.nodes)))
+    def _order(self, effects: Sequence[Effects]) -> list[list[int]]:
+        after: list[list[int]] = [[] for _ in self.nodes]
         for effect in effects:
             self.written |= effect.writes
             if WORLD not in effect.writes:
@@ -254,7 +253,9 @@ class Lens:
         fence = world = None
 
         def precede(earlier: Iterable[int], i: int) -> None:
-            edges.add_edges_from((j, i) for j in earlier if j != i)
+            for j in earlier:
+                if j != i and (not after[j] or after[j][-1] != i):
+                    after[j].append(i)
 
         def touch(i: int, keys: frozenset, write: bool) -> None:
             for key in keys if joint.isdisjoint(keys) else {"inputs", *keys - joint}:
@@ -291,7 +292,7 @@ class Lens:
                     wild.append(i)
                 touch(i, effect.reads, write=False)
                 touch(i, effect.writes, write=True)
-        return edges
+        return after
 
 
 _STEP = re.compile(r"_modules\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]|([^.\[\]]+)")

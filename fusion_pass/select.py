@@ -149,7 +149,7 @@ class Taken:
         """A node outside that lies on a path from the site back into it, or None."""
         order, inside, last = self.lens.order, set(positions), self._horizon(positions[-1])
         seen: set[int] = set()
-        stack = [s for p in positions for s in order.successors(p) if s not in inside]
+        stack = [s for p in positions for s in order[p] if s not in inside]
         while stack:
             position = stack.pop()
             if position in seen:
@@ -160,7 +160,7 @@ class Taken:
             if members[0] > last:
                 continue
             for member in members:
-                for successor in order.successors(member):
+                for successor in order[member]:
                     if successor in inside:
                         return position
                     if successor not in seen:
@@ -184,7 +184,7 @@ class Taken:
         for position, group in self._group.items():
             place[position] = self._members[group][-1]
         followers = [set() for _ in place]
-        for a, successors in lens.order.adjacency():
+        for a, successors in enumerate(lens.order):
             followers[place[a]].update(map(place.__getitem__, successors))
         waiting = [0] * len(place)
         for a, after in enumerate(followers):

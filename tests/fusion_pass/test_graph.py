@@ -41,7 +41,8 @@ def ordered(lens, first, second):
     """Whether `second` must come after `first`."""
     import networkx as nx
 
-    return nx.has_path(lens.order, lens.position[find(lens, first)], lens.position[find(lens, second)])
+    order = nx.DiGraph(dict(enumerate(lens.order)))
+    return nx.has_path(order, lens.position[find(lens, first)], lens.position[find(lens, second)])
 
 
 VIEWS = {

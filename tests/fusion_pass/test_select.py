@@ -18,9 +18,7 @@ from ascend_ln_fuse.site import Decline, Site
 
 def lens_of(edges, count):
     """A lens of `count` nodes (numbers with a name) in the given order."""
-    order = nx.DiGraph()
-    order.add_nodes_from(range(count))
-    order.add_edges_from(edges)
+    order = [[b for a, b in edges if a == position] for position in range(count)]
     nodes = [FakeNode(f"n{i}") for i in range(count)]
     return SimpleNamespace(nodes=nodes, position=Positions(nodes), order=order)
 
