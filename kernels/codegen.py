@@ -235,7 +235,7 @@ class Generator:
         """Whether what does not stream through is loaded where it is needed. For a GPU that takes one
         long row a program: weights that wait in registers through the reductions cost occupancy (a
         quarter of the time at D 8192 on an H200; with more rows a program it is the other way)."""
-        return self.rows == 1 and not self.target.persistent
+        return self.rows == 1 and not self.target.persistent and not self.tile.loads_first
 
     def _streams(self, name: str) -> bool:
         """An operand with elements of its own for every row."""

@@ -15,14 +15,16 @@ class Tile:
         rows: rows of a tile.
         cols: columns of a tile: at least D, or a part of D (column passes).
         num_warps: CUDA only.
+        loads_first: CUDA: what all rows share is loaded before the statistics too, not when it is needed.
     """
 
     rows: int
     cols: int
     num_warps: int = 4
+    loads_first: bool = False
 
     def __str__(self) -> str:
-        return f"{self.rows} rows x {self.cols} columns"
+        return f"{self.rows} rows x {self.cols} columns" + ", all loads first" * self.loads_first
 
 
 @dataclass(frozen=True)

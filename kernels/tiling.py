@@ -53,6 +53,12 @@ CUDA_MAX_WARPS = 16
 #: CUDA: programs per multiprocessor under which tiles are cut smaller.
 BUSY = 4
 
+#: CUDA: registers of a multiprocessor, those that a thread may fill with loads (it has 255), and those that
+#: the arithmetic takes besides (by ptxas, over LayerNorm, RMSNorm and gated adds, D 768 to 8192: 8 to 32).
+CUDA_REGISTERS = 65536
+CUDA_THREAD_LOADS = 128
+CUDA_THREAD_ARITHMETIC = 32
+
 
 def choose(region: NormRegion, structure: Structure, sizes: Sequence[int], target: Target) -> Tile:
     """The tile for outer dims of `sizes`; Unsupported if no tile fits the target."""
@@ -81,8 +87,24 @@ def ladder(region: NormRegion, structure: Structure, sizes: Sequence[int],
         height, lowest = tile.rows, _lowest(tile, region, target)
         while height // 2 >= lowest and not _fills(height, rows, others, busy):
             height //= 2
-        result.append(replace(tile, rows=height))
+        tile = replace(tile, rows=height)
+        count = -(-rows // height) * others
+        result.append(replace(tile, loads_first=_loads_first(tile, count, region, structure, target)))
     return tuple(dict.fromkeys(result))
+
+
+def _loads_first(tile: Tile, count: int, region: NormRegion, structure: Structure, target: Target) -> bool:
+    """Whether a GPU's `count` programs of one row load all they need before the statistics: where all of
+    them run at once, registers that wait cost nothing, and a load that comes late is waited for."""
+    lanes = [(x, s) for x, s in zip(region.inputs, structure.operands) if s.lane]
+    shared = len(lanes) > _streaming(region, structure)
+    if not target.power_of_two or tile.rows > 1 or tile.cols < region.lane or not (region.norms and shared):
+        return False
+    threads = 32 * tile.num_warps
+    element = sum(DTYPES[x.dtype] for x, _ in lanes)
+    loads = element * tile.cols // threads // 4
+    resident = CUDA_REGISTERS // (threads * (loads + CUDA_THREAD_ARITHMETIC))
+    return loads <= CUDA_THREAD_LOADS and count <= resident * target.cores
 
 
 def _fills(height: int, rows: int, others: int, busy: int) -> bool:

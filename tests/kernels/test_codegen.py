@@ -172,6 +172,23 @@ def test_source_rules(kernel):
     assert all(len(line) <= 130 for line in text.splitlines())
 
 
+@pytest.mark.parametrize("name", ["modulate", "cast_chain", "rms_norm"])
+def test_loads_first_moves_loads_alone(name):
+    r = region(name, 513, "bf16")
+    inputs, scalars = inputs_for(r, (2, 5)), scalars_for(r)
+    texts, found = [], []
+    for loads_first in (False, True):
+        tile = Tile(1, 1024, loads_first=loads_first)
+        found.append(run(r, inputs, scalars, CUDA, tile))
+        texts.append(make(r, inputs, CUDA, tile)[0].source.split("):\n")[1])
+    late, first = ([line.split("=")[0] for line in text.splitlines() if "=" in line] for text in texts)
+    assert late != first and sorted(late) == sorted(first)
+    assert texts[0].index("tl.sum") < texts[0].rindex("tl.load")
+    assert texts[1].index("tl.sum") > texts[1].rindex("tl.load")
+    for a, b in zip(*found, strict=True):
+        assert a.equal(b)
+
+
 def test_same_input_same_text():
     r = region("add_norm", 128, "bf16")
     inputs = inputs_for(r, (2, 5))

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from norm_cases import TEXTS, inputs_for, region
 
 from ascend_ln_fuse.kernels.layout import MAX_ROWS, Layout, layout
-from ascend_ln_fuse.kernels.region import DTYPES
+from ascend_ln_fuse.kernels.region import DTYPES, parse
 from ascend_ln_fuse.kernels.targets import cuda, npu, target_for
 from ascend_ln_fuse.kernels.tiling import ladder, live_tiles
 
@@ -81,6 +81,21 @@ def test_a_batch_changes_rows_only(lane, tokens, npu_):
                  for outer in ((2, tokens), (64, 100_000)))
     assert (few.cols, few.num_warps) == (many.cols, many.num_warps)
     assert (few.rows == 1) == (many.rows == 1)
+
+
+def test_programs_that_all_run_at_once_load_all_first():
+    def first(name, lane, outer, target=GPU):
+        return tiles(name, lane, "bf16", outer, target)[0].loads_first
+
+    # 4 warps of 8 + 8 + 8 registers of loads and 32 others: 9 programs for each of 132 multiprocessors.
+    assert first("modulate", 2048, (4, 297)) and not first("modulate", 2048, (4, 298))
+    assert first("layer_norm", 8192, (1, 128)) and not first("layer_norm", 8192, (64, 1024))
+    assert not first("layer_norm", 128, (1, 128))  # several rows a program: loads are first as it is
+    assert not first("layer_norm", 40_000, (1, 16))  # passes over the columns
+    alone = parse("space [*, 4096]\nin x: bf16[*, 4096]\nv: bf16 = rms_norm(x, none, 1e-06)\nout v: bf16 order(0, 1)")
+    found = layout(alone, [(16, 4096)], [(4096, 1)])
+    assert not ladder(alone, found.structure, found.sizes, GPU)[0].loads_first  # nothing that rows share
+    assert not first("modulate", 2048, (4, 128), NPU)
 
 
 def test_small_batches_use_all_cores():
