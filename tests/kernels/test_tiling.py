@@ -92,7 +92,8 @@ def test_programs_that_all_run_at_once_load_all_first():
     assert first("layer_norm", 8192, (1, 128)) and not first("layer_norm", 8192, (64, 1024))
     assert not first("layer_norm", 128, (1, 128))  # several rows a program: loads are first as it is
     assert not first("layer_norm", 40_000, (1, 16))  # passes over the columns
-    alone = parse("space [*, 4096]\nin x: bf16[*, 4096]\nv: bf16 = rms_norm(x, none, 1e-06)\nout v: bf16 order(0, 1)")
+    alone = parse("space [*, 4096]\nin x: bf16[*, 4096]\nv: bf16 = rms_norm(x, none, 1e-06)\n"
+                  "out v: bf16 order(0, 1)")
     found = layout(alone, [(16, 4096)], [(4096, 1)])
     assert not ladder(alone, found.structure, found.sizes, GPU)[0].loads_first  # nothing that rows share
     assert not first("modulate", 2048, (4, 128), NPU)
