@@ -1,9 +1,10 @@
-"""LayerNorm and RMSNorm written out of primitives, recognised by structure.
+"""LayerNorm, RMSNorm and l2 norms written out of primitives, recognised by structure.
 
 A norm is `value * rstd` or `value / std`, where `std` is the root of a mean of squares (plus eps) over the
 last dims. What the mean is of tells which norm: the value itself (RMSNorm), or the value less its mean
 (LayerNorm). The spelling is free: pow, square or x*x; mean, sum/D, var, var_mean or E[x^2]-mean^2; rsqrt,
-1/sqrt, pow(-0.5) or a division; operands in either order; casts anywhere.
+1/sqrt, pow(-0.5) or a division; operands in either order; casts anywhere. A sum of squares in the place of
+the mean makes an l2 norm, and the length of the vector itself, clamped to eps, what F.normalize is.
 
 Casts inside the statistics are dropped, since the kernel computes them in fp32 whatever the model wrote;
 casts of the value itself are kept, because where a model rounds is part of its meaning.
@@ -22,6 +23,7 @@ from ..graph import Lens, hint, same, same_shape, static_size
 from ..kernels.reference import DTYPE_WORDS
 from ..kinds import base_name
 from ..site import Decline, Norm
+from .vector_norm import clamped_from_below, is_euclidean, places_from_the_end, vector_norm
 
 
 @dataclass
@@ -39,10 +41,11 @@ class _Trail:
 
 @dataclass(frozen=True)
 class _Stat:
-    """A mean of squares over `dims` (counted from the end) of `of`, centred or not."""
+    """What the norm `op` divides by, over `dims` (counted from the end) of `of`: a mean of squares, centred
+    or not, their sum, or the length of a vector."""
 
     of: Node
-    centred: bool
+    op: str
     dims: tuple[int, ...]
 
 
@@ -85,12 +88,16 @@ class _Matcher:
         self.lens, self.out, self.trail = lens, out, _Trail({out})
         #: the `std` that stands for the root itself, where there is one: anywhere else it is no variance
         self.own_root: Node | None = None
+        #: what the root is clamped to from below, and the order of the vector norm that it is
+        self.least: float | Node | None = None
+        self.order: object = 2
 
     def norm(self, value: Node, scale: Node, inverse: bool) -> Norm:
         # Cheap refusal first: this runs on every product of the graph.
         if lens_rank(self.lens, scale) != lens_rank(self.lens, value) or \
                 lens_rank(self.lens, value) < 1:
             raise _NoNorm
+        scale = self._unexpanded(scale)
         scale, weight = self._scale(scale) if inverse else (scale, None)
         squared = self._rstd(scale) if inverse else self._std(scale)
         stat, eps = self._with_eps(squared)
@@ -103,9 +110,34 @@ class _Matcher:
         if weight is not None and (axis is not None or self.lens.tensor(weight).dtype != dtype):
             raise Decline("the weight is multiplied in before the statistics, and is of another dtype "
                           "or of a dim that is not the last", self.out)
-        op = "layer_norm" if stat.centred else "rms_norm"
+        op, eps = self._bounded(stat, eps, scale)
         return Norm(op, source, weight, None, eps, shape, self.out, self._interior(source), dtype,
                     f"handwritten {op}", axis)
+
+    def _bounded(self, stat: _Stat, eps: float | Node, scale: Node) -> tuple[str, float | Node]:
+        """The norm's op and eps, where the root may be clamped from below."""
+        op = stat.op
+        if self.least is not None:
+            if op not in ("l2_norm", "normalize") or isinstance(eps, Node) or eps != 0 or \
+                    not self._is_scalar(self.least):
+                raise Decline("eps bounds a root that is no length of the vector alone", self.out)
+            op, eps = "normalize", self.least
+        if op == "normalize":
+            if not is_euclidean(self.order):
+                raise Decline(f"normalises by another norm than the Euclidean one (p={self.order})", self.out)
+            # A region rounds the length to the result's dtype, where eager does not have it wider.
+            dtype = self.lens.tensor(self.out).dtype
+            if torch.promote_types(self.lens.tensor(scale).dtype, dtype) != dtype:
+                raise Decline("the length of the vector is of a wider dtype than the result", self.out)
+        return op, eps
+
+    def _unexpanded(self, node: Node) -> Node:
+        """`node` below a view that repeats its one number a row."""
+        lens = self.lens
+        while lens.kind(node) in ("expand", "expand_as", "broadcast_to") and lens.is_view(node) and \
+                lens_rank(lens, node.args[0]) == lens_rank(lens, node):
+            node = self._step(node, node.args[0])
+        return node
 
     def _factors(self, node: Node) -> Iterator[tuple[Node, Node | None]]:
         """(part, weight) for each way to read `node` as a part times a vector, itself first."""
@@ -147,24 +179,34 @@ class _Matcher:
     def _std(self, node: Node) -> Node:
         """The variance of which `node` is the root."""
         node = self._kept(node)
-        if self.lens.kind(node) == "std":
+        clamped = clamped_from_below(self.lens, node)
+        if clamped is not None and self.least is None:
+            value, self.least = clamped
+            node = self._kept(self._step(node, value))
+        if self.lens.kind(node) in ("std", "norm"):
             self.own_root = node
             return node
         word, args = self._operation(node)
         if word == "sqrt" or (word == "pow" and len(args) == 2 and args[1] == 0.5):
             return self._step(node, args[0])
-        if word == "add":
+        if self.lens.kind(node) == "add":
             self._decline_eps_on_std(node)
+        if base_name(node) in ("clamp_", "clamp_min_"):
+            self._statistic(self._std(node.args[0]))
+            raise Decline("the statistics are changed in place", self.out)
         raise _NoNorm
 
     def _decline_eps_on_std(self, node: Node) -> None:
-        """`(x - mean) / (std + eps)` is no LayerNorm."""
+        """`(x - mean) / (std + eps)` is no LayerNorm, and `x / (norm(x) + eps)` no norm that a region has."""
         for arg in node.args:
             if self.lens.tensor(arg) is not None and self.lens.kind(arg) != "add":
                 try:
                     self._statistic(self._std(arg))
                 except _NoNorm:
                     continue
+                if self.own_root is not None and self.lens.kind(self.own_root) == "norm":
+                    raise Decline("eps is added to the length of the vector, which is not clamped to it",
+                                  self.out)
                 raise Decline("eps is added to the standard deviation, not to the variance",
                               self.out)
 
@@ -177,6 +219,10 @@ class _Matcher:
             for a, b in (node.args, node.args[::-1]):
                 if isinstance(a, Node) and self._is_scalar(b):
                     return self._statistic(self._step(node, a)), b
+        clamped = clamped_from_below(self.lens, node)
+        if clamped is not None:
+            self._statistic(clamped[0])
+            raise Decline("eps bounds the squares instead of being added to them", self.out)
         return self._statistic(node), 0.0
 
     def _decline_in_place(self, node: Node) -> None:
@@ -201,6 +247,8 @@ class _Matcher:
     def _statistic(self, node: Node) -> _Stat:
         node = self._kept(node)
         word = self.lens.kind(node)
+        if word == "norm" and node is self.own_root:
+            return self._length(node, "normalize")
         if word == "var" or node is self.own_root:
             return self._variance(node)
         if word == "getitem" and self.lens.kind(node.args[0]) == "var_mean" and node.args[1] == 0:
@@ -212,12 +260,26 @@ class _Matcher:
             root = self._kept(self._square(node))
             if self.lens.kind(root) == "std":
                 return self._variance(root)
+            if self.lens.kind(root) == "norm":
+                return self._length(root, "l2_norm")
+        if word == "sum":
+            squares, dims = self._reduced(node)
+            return _Stat(self._square(squares), "l2_norm", dims)
         squares, dims = self._mean(node)
         base = self._square(squares)
         centred = self._centred(base, dims)
         if centred is None:
-            return _Stat(base, False, dims)
-        return _Stat(centred, True, dims)
+            return _Stat(base, "rms_norm", dims)
+        return _Stat(centred, "layer_norm", dims)
+
+    def _length(self, call: Node, op: str) -> _Stat:
+        """A vector norm of the value, as `op` takes it."""
+        found = vector_norm(call)
+        if found is None:
+            raise _NoNorm
+        of, dims, self.order = found
+        self.trail.through(call)
+        return _Stat(of, op, self._dims(dims, of))
 
     def _variance(self, call: Node) -> _Stat:
         """`var`, `std` or `var_mean` of the value."""
@@ -237,7 +299,7 @@ class _Matcher:
     def _shift_free(self, of: Node, dims: tuple[int, ...]) -> _Stat:
         """The variance of `of`, which is that of x where `of` is x - mean(x)."""
         centred = self._centred(of, dims)
-        return _Stat(of if centred is None else centred, True, dims)
+        return _Stat(of if centred is None else centred, "layer_norm", dims)
 
     def _moments(self, node: Node) -> _Stat:
         """E[x^2] - E[x]^2."""
@@ -296,15 +358,10 @@ class _Matcher:
         fake = self.lens.tensor(value)
         if fake is None:
             raise _NoNorm
-        rank = fake.dim()
         dims = [dim] if isinstance(dim, int) else list(dim) if isinstance(dim, (tuple, list)) else []
         if not dims or not all(isinstance(d, int) for d in dims):
             raise _NoNorm
-        places = tuple(sorted(d % rank - rank for d in dims))
-        if places != tuple(range(-len(places), 0)) and len(places) > 1:
-            raise Decline(f"normalises dims {', '.join(map(str, dims))} of {rank}, not the last ones",
-                          self.out)
-        return places
+        return places_from_the_end(dims, fake.dim(), self.out)
 
     def _is_statistic(self, node: Node, value: Node, dims: tuple[int, ...]) -> bool:
         """Whether `node` has one number per row of `value`, in the shape that pairs it with its row."""
@@ -373,7 +430,7 @@ class _Matcher:
         """What is normalised: the node whose value enters the product, uncentred; and the weight, where
         it is part of `value` (or given)."""
         for part, factor in self._factors(value):
-            source = self._centred(part, stat.dims) if stat.centred else part
+            source = self._centred(part, stat.dims) if stat.op == "layer_norm" else part
             if source is not None and self._equal(source, stat.of) and None in (weight, factor):
                 return source, weight if factor is None else self._through(value, factor)
         raise _NoNorm

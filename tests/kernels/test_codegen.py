@@ -13,7 +13,7 @@ from ascend_ln_fuse.kernels.launch import launch_facts
 from ascend_ln_fuse.kernels.layout import Unsupported, layout
 from ascend_ln_fuse.kernels.pointwise import torch_function
 from ascend_ln_fuse.kernels.reference import reference
-from ascend_ln_fuse.kernels.region import parse
+from ascend_ln_fuse.kernels.region import NORMS, parse
 from ascend_ln_fuse.kernels.source import KernelSource, Tile, load
 from ascend_ln_fuse.kernels.targets import cuda, npu
 from ascend_ln_fuse.kernels.tiling import ladder
@@ -50,7 +50,7 @@ def check(name, lane, dtype, target, outer=(2, 5), ratio=1.0, tile=None):
 @pytest.mark.parametrize("lane", LANES)
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
 @pytest.mark.parametrize("rules", sorted(RULES))
-@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "normalize", "l2_norm"])
 def test_norms(name, rules, dtype, lane):
     outer = (2, 3) if lane > 1000 else (3, 11)
     for ratio in (1.0, 1000.0):
@@ -156,7 +156,7 @@ def sources():
 @pytest.mark.parametrize("kernel", list(sources()), ids=lambda k: k.name)
 def test_source_rules(kernel):
     text = kernel.source
-    assert re.fullmatch(r"aln_(layer|rms)_norm_[0-9a-f]{10}", kernel.name) and len(kernel.name) <= 49
+    assert re.fullmatch(rf"aln_({'|'.join(NORMS)})_[0-9a-f]{{10}}", kernel.name) and len(kernel.name) <= 49
     doc = text.split('"""')[1]
     assert parse(doc.split("\n\n")[0])  # a person finds the region on top
     body = text.split("):\n", 1)[1]
