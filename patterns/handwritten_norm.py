@@ -13,30 +13,17 @@ casts of the value itself are kept, because where a model rounds is part of its 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
 from ..effects import value_of
 from ..graph import Lens, hint, same, same_shape, static_size
-from ..kernels.reference import DTYPE_WORDS
 from ..kinds import base_name
 from ..site import Decline, Norm
 from .vector_norm import clamped_from_below, is_euclidean, places_from_the_end, vector_norm
-
-
-@dataclass
-class _Trail:
-    """The nodes passed on the way; they make up the norm if it is one."""
-
-    nodes: set[Node] = field(default_factory=set)
-    #: casts between the value and its statistic: part of the norm where nobody else reads them
-    loose: set[Node] = field(default_factory=set)
-
-    def through(self, node: Node) -> Node:
-        self.nodes.add(node)
-        return node
+from .written_steps import NoNorm, Reader, lens_rank
 
 
 @dataclass(frozen=True)
@@ -47,10 +34,6 @@ class _Stat:
     of: Node
     op: str
     dims: tuple[int, ...]
-
-
-class _NoNorm(Exception):
-    """The structure is something else altogether."""
 
 
 def match(lens: Lens, node: Node) -> Iterator[Norm]:
@@ -67,7 +50,7 @@ def match(lens: Lens, node: Node) -> Iterator[Norm]:
         try:
             yield _Matcher(lens, node).norm(value, scale, inverse)
             return
-        except _NoNorm:
+        except NoNorm:
             continue
 
 
@@ -83,9 +66,9 @@ def _readings(lens: Lens, node: Node):
         yield a, b, False
 
 
-class _Matcher:
+class _Matcher(Reader):
     def __init__(self, lens: Lens, out: Node):
-        self.lens, self.out, self.trail = lens, out, _Trail({out})
+        super().__init__(lens, out)
         #: the `std` that stands for the root itself, where there is one: anywhere else it is no variance
         self.own_root: Node | None = None
         #: what the root is clamped to from below, and the order of the vector norm that it is
@@ -96,13 +79,13 @@ class _Matcher:
         # Cheap refusal first: this runs on every product of the graph.
         if lens_rank(self.lens, scale) != lens_rank(self.lens, value) or \
                 lens_rank(self.lens, value) < 1:
-            raise _NoNorm
+            raise NoNorm
         scale = self._unexpanded(scale)
         scale, weight = self._scale(scale) if inverse else (scale, None)
         squared = self._rstd(scale) if inverse else self._std(scale)
         stat, eps = self._with_eps(squared)
         if not self._is_statistic(scale, value, stat.dims):
-            raise _NoNorm
+            raise NoNorm
         shape = self._normal_shape(stat)
         source, weight = self._source(value, stat, weight)
         axis = None if stat.dims[-1] == -1 else lens_rank(self.lens, source) + stat.dims[0]
@@ -118,8 +101,7 @@ class _Matcher:
         """The norm's op and eps, where the root may be clamped from below."""
         op = stat.op
         if self.least is not None:
-            if op not in ("l2_norm", "normalize") or isinstance(eps, Node) or eps != 0 or \
-                    not self._is_scalar(self.least):
+            if op not in ("l2_norm", "normalize") or isinstance(eps, Node) or eps != 0:
                 raise Decline("eps bounds a root that is no length of the vector alone", self.out)
             op, eps = "normalize", self.least
         if op == "normalize":
@@ -174,13 +156,13 @@ class _Matcher:
             return self._std(self._step(node, args[1]))
         if word == "pow" and len(args) == 2 and args[1] in (-1, -1.0):
             return self._std(self._step(node, args[0]))
-        raise _NoNorm
+        raise NoNorm
 
     def _std(self, node: Node) -> Node:
         """The variance of which `node` is the root."""
         node = self._kept(node)
         clamped = clamped_from_below(self.lens, node)
-        if clamped is not None and self.least is None:
+        if clamped is not None and self.least is None and self._is_scalar(clamped[1]):
             value, self.least = clamped
             node = self._kept(self._step(node, value))
         if self.lens.kind(node) in ("std", "norm"):
@@ -194,7 +176,7 @@ class _Matcher:
         if base_name(node) in ("clamp_", "clamp_min_"):
             self._statistic(self._std(node.args[0]))
             raise Decline("the statistics are changed in place", self.out)
-        raise _NoNorm
+        raise NoNorm
 
     def _decline_eps_on_std(self, node: Node) -> None:
         """`(x - mean) / (std + eps)` is no LayerNorm, and `x / (norm(x) + eps)` no norm that a region has."""
@@ -202,7 +184,7 @@ class _Matcher:
             if self.lens.tensor(arg) is not None and self.lens.kind(arg) != "add":
                 try:
                     self._statistic(self._std(arg))
-                except _NoNorm:
+                except NoNorm:
                     continue
                 if self.own_root is not None and self.lens.kind(self.own_root) == "norm":
                     raise Decline("eps is added to the length of the vector, which is not clamped to it",
@@ -220,7 +202,7 @@ class _Matcher:
                 if isinstance(a, Node) and self._is_scalar(b):
                     return self._statistic(self._step(node, a)), b
         clamped = clamped_from_below(self.lens, node)
-        if clamped is not None:
+        if clamped is not None and self._is_scalar(clamped[1]):
             self._statistic(clamped[0])
             raise Decline("eps bounds the squares instead of being added to them", self.out)
         return self._statistic(node), 0.0
@@ -276,7 +258,7 @@ class _Matcher:
         """A vector norm of the value, as `op` takes it."""
         found = vector_norm(call)
         if found is None:
-            raise _NoNorm
+            raise NoNorm
         of, dims, self.order = found
         self.trail.through(call)
         return _Stat(of, op, self._dims(dims, of))
@@ -289,7 +271,7 @@ class _Matcher:
         correction = bound.get("correction", None if unbiased is None else int(unbiased))
         if isinstance(bound.get("dim"), bool) or \
                 not {"input", "dim"} <= bound.keys() <= {"input", "dim", "keepdim", "unbiased", "correction"}:
-            raise _NoNorm
+            raise NoNorm
         dims = self._dims(bound["dim"], bound["input"])
         if correction != 0:
             raise Decline("the variance is unbiased (divided by D-1); LayerNorm's is biased", self.out)
@@ -304,7 +286,7 @@ class _Matcher:
     def _moments(self, node: Node) -> _Stat:
         """E[x^2] - E[x]^2."""
         if len(node.args) != 2 or not all(isinstance(a, Node) for a in node.args):
-            raise _NoNorm
+            raise NoNorm
         first, second = node.args
         self.trail.through(node)
         squares, dims = self._mean(self._uncast(first))
@@ -312,7 +294,7 @@ class _Matcher:
         mean = self._square(self._uncast(second))
         of, other = self._mean(self._uncast(mean))
         if other != dims or not self._equal(of, base):
-            raise _NoNorm
+            raise NoNorm
         return self._shift_free(base, dims)
 
     def _mean(self, node: Node) -> tuple[Node, tuple[int, ...]]:
@@ -331,10 +313,10 @@ class _Matcher:
                 for dim in dims:
                     count = count * self.lens.tensor(of).shape[dim]
                 if not self._counts(args[1], count, word):
-                    raise _NoNorm
+                    raise NoNorm
                 self.trail.through(node)
                 return of, dims
-        raise _NoNorm
+        raise NoNorm
 
     def _counts(self, factor, count, word: str) -> bool:
         if isinstance(factor, Node):
@@ -348,7 +330,7 @@ class _Matcher:
         bound = _bound(node)
         if not {"input", "dim"} <= bound.keys() <= {"input", "dim", "keepdim", "dtype"} or \
                 bound.get("dtype") not in (None, torch.float32, torch.float64):
-            raise _NoNorm
+            raise NoNorm
         dims = self._dims(bound["dim"], bound["input"])
         self.trail.through(node)
         return bound["input"], dims
@@ -357,10 +339,10 @@ class _Matcher:
         """The reduced dims, counted from the end."""
         fake = self.lens.tensor(value)
         if fake is None:
-            raise _NoNorm
+            raise NoNorm
         dims = [dim] if isinstance(dim, int) else list(dim) if isinstance(dim, (tuple, list)) else []
         if not dims or not all(isinstance(d, int) for d in dims):
-            raise _NoNorm
+            raise NoNorm
         return places_from_the_end(dims, fake.dim(), self.out)
 
     def _is_statistic(self, node: Node, value: Node, dims: tuple[int, ...]) -> bool:
@@ -369,29 +351,6 @@ class _Matcher:
         for dim in dims:
             shape[dim] = 1
         return fake is not None and same_shape(fake.shape, shape)
-
-    def _kept(self, node: Node) -> Node:
-        """Below casts and views that only restore a reduced dim: `unsqueeze(-1)`, `[..., None]`."""
-        node = self._uncast(node)
-        while self.lens.kind(node) in ("unsqueeze", "getitem", "view", "reshape") and \
-                self.lens.is_view(node):
-            fake, inner = self.lens.tensor(node), self.lens.tensor(node.args[0])
-            if fake is None or inner is None or not same_shape(_long(fake), _long(inner)):
-                break
-            self.trail.through(node)
-            node = self._uncast(node.args[0])
-        return node
-
-    def _square(self, node: Node) -> Node:
-        """x of x^2."""
-        node = self._uncast(node)
-        word, args = self._operation(node)
-        if word == "square" or (word == "pow" and len(args) == 2 and args[1] in (2, 2.0)):
-            return self._step(node, args[0])
-        if word == "mul" and len(args) == 2 and isinstance(args[0], Node) and \
-                isinstance(args[1], Node) and self._equal(args[0], args[1]):
-            return self._step(node, args[0])
-        raise _NoNorm
 
     # The value
 
@@ -405,7 +364,7 @@ class _Matcher:
             return None
         try:
             of, over = self._mean_of(node.args[1])
-        except (_NoNorm, Decline):
+        except (NoNorm, Decline):
             self.trail.nodes = before
             return None
         if over != dims or not self._equal(of, node.args[0]) or \
@@ -433,34 +392,7 @@ class _Matcher:
             source = self._centred(part, stat.dims) if stat.op == "layer_norm" else part
             if source is not None and self._equal(source, stat.of) and None in (weight, factor):
                 return source, weight if factor is None else self._through(value, factor)
-        raise _NoNorm
-
-    def _equal(self, value: Node, other: Node) -> bool:
-        """Whether two nodes hold one value, up to casts that lose nothing of `value`."""
-        mine, theirs = [value], [other]
-        node = value
-        while self.lens.kind(node) == "to" and self._exact_cast(node):
-            node = node.args[0]
-            mine.append(node)
-        node = other
-        while self.lens.kind(node) == "to" and self._float_cast(node):
-            node = node.args[0]
-            theirs.append(node)
-        common = next((n for n in theirs if n in mine), None)
-        if common is None:
-            return False
-        self.trail.loose |= set(theirs[:theirs.index(common)]) - set(mine)
-        return True
-
-    def _exact_cast(self, node: Node) -> bool:
-        return self._float_cast(node) and torch.promote_types(
-            self.lens.tensor(node.args[0]).dtype, self.lens.tensor(node).dtype) == \
-            self.lens.tensor(node).dtype
-
-    def _float_cast(self, node: Node) -> bool:
-        """Between dtypes that hold a value but for rounding: none through integers or fp8."""
-        fakes = (self.lens.tensor(node.args[0]), self.lens.tensor(node))
-        return all(fake is not None and fake.dtype in DTYPE_WORDS for fake in fakes)
+        raise NoNorm
 
     # Helpers
 
@@ -471,29 +403,6 @@ class _Matcher:
                 interior.discard(cast)
         return frozenset(interior)
 
-    def _uncast(self, node) -> Node:
-        """`node` below its float casts, which join the trail."""
-        if not isinstance(node, Node):
-            raise _NoNorm
-        while self.lens.kind(node) == "to" and self._float_cast(node):
-            self.trail.through(node)
-            node = node.args[0]
-        return node
-
-    def _through(self, node: Node, result: Node) -> Node:
-        self.trail.through(node)
-        return result
-
-    def _operation(self, node: Node) -> tuple[str | None, tuple]:
-        """The kind of a pointwise node and its operands; nothing where a keyword (alpha, rounding_mode,
-        out) makes it another operation."""
-        return (None, ()) if node.kwargs else (self.lens.kind(node), node.args)
-
-    def _step(self, node: Node, arg) -> Node:
-        if not isinstance(arg, Node):
-            raise _NoNorm
-        return self._through(node, arg)
-
     def _normal_shape(self, stat: _Stat) -> tuple[int, ...]:
         fake = self.lens.tensor(stat.of)
         shape = tuple(static_size(fake.shape[dim]) for dim in stat.dims)
@@ -502,23 +411,12 @@ class _Matcher:
         return shape
 
 
-def lens_rank(lens: Lens, node: Node) -> int:
-    """Rank of the tensor that `node` yields; -1 when it yields none."""
-    fake = lens.tensor(node)
-    return -1 if fake is None else fake.dim()
-
-
 def _bound(call: Node) -> dict:
     """The arguments of a reduction by name; NumPy's `axis` is `dim`."""
     bound = dict(zip(("input", "dim"), call.args)) | dict(call.kwargs)
     if "axis" in bound:
         bound["dim"] = bound.pop("axis")
     return bound
-
-
-def _long(fake: torch.Tensor) -> list:
-    """Its sizes but for those that are 1."""
-    return [size for size in fake.shape if not (isinstance(size, int) and size == 1)]
 
 
 def _is_one(value) -> bool:

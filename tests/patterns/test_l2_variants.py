@@ -30,6 +30,8 @@ from spellings import (
 from torch import nn
 from torch.nn import functional as F
 
+from ascend_ln_fuse import last_reports
+
 COUNT = 560
 
 # The axes that other norms do not have. Each maps a name to a small function.
@@ -222,3 +224,147 @@ class Spelled(nn.Module):
 def test_every_spelling_is_fused_or_declined_and_right(count, dynamic, capsys):
     chosen = random.Random(4).sample(variants(), count)
     assert_nearly_all_fused(Spelled, chosen, torch.randn(SHAPE) * 2 + 0.5, capsys, dynamic, sane=0.05)
+
+
+# What only looks like an l2 norm. Each function is run on x (4, 16, 16), so that a wrong broadcast shows.
+
+
+def length(x, dim=-1, keepdim=True, **more):
+    return x.norm(dim=dim, keepdim=keepdim, **more)
+
+
+def total(x, dim=-1):
+    return (x * x).sum(dim, keepdim=True)
+
+
+def response(x):
+    """ConvNeXt V2's: divided by the mean of the lengths."""
+    lengths = torch.linalg.vector_norm(x, ord=2, dim=(0, 1), keepdim=True)
+    return x * (lengths / (lengths.mean(-1, keepdim=True) + 1e-6))
+
+
+def magnitude_preserving(x):
+    """EDM2's, as in diffusers' autoencoder_mmaudio.py."""
+    n = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    return x / torch.add(1e-4, n, alpha=0.25).to(x.dtype)
+
+
+ORDER, ADDED, SQUARED = "another norm than the Euclidean", "added to the length", "bounds the squares"
+BOUNDED, ELSEWHERE, IN_PLACE = "bounds a root", "read elsewhere", "in place"
+
+LEARNED = torch.tensor(4.0, requires_grad=True)
+
+#: name -> (function, reason it is declined with, or None where nothing is found at all)
+LOOK_ALIKES = {
+    "p=1": (lambda x: F.normalize(x, p=1, dim=-1), ORDER),
+    "p=inf": (lambda x: F.normalize(x, float("inf"), -1), ORDER),
+    "p=1, written out": (lambda x: x / length(x, p=1), ORDER),
+    "p=3, clamped": (lambda x: x / torch.linalg.vector_norm(x, 3, -1, True).clamp_min(1e-6), ORDER),
+    "p=0": (lambda x: x / length(x, p=0), ORDER),
+    "another dim": (lambda x: F.normalize(x), "not the innermost in memory"),
+    "another dim, written out": (lambda x: x / length(x, 1).clamp_min(1e-6), "not the innermost in memory"),
+    "another dim, under the root": (lambda x: x * torch.rsqrt(total(x, 1) + 1e-6),
+                                    "not the innermost in memory"),
+    "dims apart": (lambda x: F.normalize(x, dim=(0, 2)), "not the last"),
+    "dims apart, written out": (lambda x: x / length(x, (0, 2)), "not the last"),
+    "all dims": (lambda x: x / x.norm(), None),
+    "matrix norm": (lambda x: x / torch.linalg.norm(x, ord=2, dim=(-2, -1), keepdim=True), None),
+    "eps added": (lambda x: x / (length(x) + 1e-2), ADDED),
+    "eps added, left": (lambda x: x * (1 / (1e-2 + length(x))), ADDED),
+    "eps added, scaled": (magnitude_preserving, ADDED),
+    "eps added to the root": (lambda x: x / (total(x).sqrt() + 1e-2), "added to the standard deviation"),
+    "eps twice": (lambda x: x / (total(x) + 0.5).sqrt().clamp_min(4.0), BOUNDED),
+    "std clamped": (lambda x: x / (x - x.mean(-1, True)).pow(2).mean(-1, True).sqrt().clamp_min(1.0), None),
+    "squares clamped": (lambda x: x * total(x).clamp_min(9.0).rsqrt(), SQUARED),
+    "squares clamped, /": (lambda x: x / total(x).clamp(min=9.0).sqrt(), SQUARED),
+    "eps of each channel": (lambda x: x / length(x).clamp(min=x[0, 0].abs() + 4), None),
+    "eps of each row": (lambda x: x / length(x).clamp(min=x[..., :1].abs() + 4), None),
+    "eps with a gradient": (lambda x: x / length(x).clamp(min=LEARNED), "eps is no number"),
+    "clamped from above": (lambda x: x / length(x).clamp(max=4.0), None),
+    "clamped on both sides": (lambda x: x / length(x).clamp(1.0, 4.0), None),
+    "clamped in place": (lambda x: x / length(x).clamp_(min=4.0), IN_PLACE),
+    "clamped in place, min": (lambda x: x / length(x).clamp_min_(4.0), IN_PLACE),
+    "squared": (lambda x: x / length(x)**2, None),
+    "no root": (lambda x: x / (total(x) + 1e-6), None),
+    "no square": (lambda x: x * torch.rsqrt(x.exp().sum(-1, keepdim=True)), None),
+    "of another value": (lambda x: x.flip(0) / length(x), None),
+    "sum of another value": (lambda x: x.flip(0) * torch.rsqrt(total(x) + 1e-6), None),
+    "of a scaled value": (lambda x: x / length(x * 2), None),
+    "of a rounded value": (lambda x: x.bfloat16().float() / length(x), None),
+    "the length alone": (lambda x: length(x).clamp_min(1e-6) / 2, None),
+    "without keepdim": (lambda x: x[0] / length(x[0], keepdim=False), None),
+    "unsqueezed at the wrong place": (lambda x: x[0] / length(x[0], keepdim=False).unsqueeze(0), None),
+    "expanded along the row": (lambda x: x[0] / length(x[0], keepdim=False).expand_as(x[0]), None),
+    "returns the length": (lambda x: (x / (n := length(x)), n), ELSEWHERE),
+    "returns the sum": (lambda x: (x * torch.rsqrt((s := total(x)) + 1e-6), s), ELSEWHERE),
+    "response": (response, None),
+    "softmax": (lambda x: x.exp() / x.exp().sum(-1, keepdim=True), None),
+    "cosine": (lambda x: x * x.flip(0) / (length(x) * length(x.flip(0))), None),
+}
+
+
+class Of(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+@pytest.mark.parametrize("name", LOOK_ALIKES)
+def test_look_alikes_are_left_alone(name):
+    function, reason = LOOK_ALIKES[name]
+    report = check(Of(function), torch.randn(4, 16, 16) + 0.5, fused=0, declined=None, exact=False)
+    reasons = [site.reason for site in report.sites]
+    assert bool(reasons) == bool(reason), reasons
+    assert not reason or all(reason in why for why in reasons), reasons
+
+
+def test_the_length_of_a_centred_value_is_an_l2_norm_of_that():
+    def centred(x):
+        c = x - x.mean(-1, keepdim=True)
+        return c / length(c)
+
+    report = check_reasons(Of(centred), torch.randn(4, 16, 16))
+    assert "normalize" in report.sites[0].region
+
+
+def extreme(dtype):
+    """Rows of zeros, below eps, whose squares are too small or too large, and with a number that is not
+    finite."""
+    x = torch.randn(9, 16) * torch.tensor([0.0, 1e-3, 1e-13, 1e-30, 3e4, 1e20, 3e38, 1, 1])[:, None]
+    x[7, 3], x[8, 3] = float("inf"), float("nan")
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name, eager", {
+    "F.normalize": lambda x: F.normalize(x, dim=-1),
+    "clamped": lambda x: F.normalize(x, dim=-1, eps=0.5),
+    "no eps": lambda x: x / length(x),
+    "sum": lambda x: x * torch.rsqrt(total(x) + 1e-6),
+    "sum, no eps": lambda x: x / total(x).sqrt()}.items())
+def test_rows_of_every_size(name, eager, dtype):
+    """As eager has them: in fp16, where 1e-12 is 0, F.normalize makes NaN of a row of zeros. Sums of squares
+    overflow as they do in fp32."""
+    x = extreme(getattr(torch, dtype))
+    got = torch.compile(eager, backend="ascend_ln_fuse", options={"report": "off"})(x)
+    want = eager(x.float()).to(x.dtype) if "sum" in name else eager(x)
+    assert [site.status for site in last_reports()[-1].sites] == ["fused"]
+    torch.testing.assert_close(got, want, rtol=2 * torch.finfo(x.dtype).eps, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("eager", [
+    lambda x: F.normalize(x, dim=-1, eps=0.5), lambda x: F.normalize(x, dim=-1),
+    lambda x: x / length(x).clamp(min=0.5), lambda x: x * torch.rsqrt(total(x) + 1e-6)],
+    ids=["clamped", "default", "written out", "sum"])
+def test_gradients(eager):
+    """Rows of zeros and rows below eps, where the length is a constant to the gradient, among them."""
+    x = torch.randn(5, 16) * torch.tensor([0.0, 1e-3, 0.1, 1.0, 100.0])[:, None]
+    dy, found = torch.randn(5, 16), []
+    for run in (eager, torch.compile(eager, backend="ascend_ln_fuse", options={"report": "off"})):
+        leaf = x.clone().requires_grad_()
+        found.append(torch.autograd.grad(run(leaf), leaf, dy)[0])
+    assert [site.status for site in last_reports()[-1].sites] == ["fused"]
+    torch.testing.assert_close(*found, rtol=1e-6, atol=0)
