@@ -21,7 +21,7 @@ from functools import lru_cache
 
 from .layout import Structure, Unsupported
 from .pointwise import POINTWISE
-from .region import LANE_OPS, NORMS, Line, NormRegion
+from .region import F16_NOTHING, LANE_OPS, NORMS, Line, NormRegion
 from .source import KernelSource, Tile, module_text
 from .targets import Target
 from .values import Value, analyse, ancestors, rounds, variable
@@ -456,10 +456,12 @@ class Generator:
         """What a norm that does not centre scales its rows by, from their sums of squares."""
         name, squares, eps = line.name, f"SQUARES_{line.name}", self._word(line.args[-1])
         if line.op == "normalize":
-            norm = f"tl.maximum({self._sqrt(squares)}, {eps}, propagate_nan=tl.PropagateNan.ALL)"
-            if line.dtype != self.compute:
-                norm = f"{norm}.to({TL_TYPES[line.dtype]}).to({self.tl_compute})"
-            self.put(f"NORM_{name} = {norm}")
+            if line.dtype == "f16":
+                # (Ascend's compiler takes a number that is rounded and widened again for the number.)
+                self.put(f"EPS_{name} = tl.where({eps} > {F16_NOTHING!r}, {eps}, 0.0)")
+                eps = f"EPS_{name}"
+            self.put(f"NORM_{name} = tl.maximum({self._sqrt(squares)}, {eps}, "
+                     "propagate_nan=tl.PropagateNan.ALL)")
         else:
             self._rstd(name, f"{squares} * {self._share} + {eps}" if line.op == "rms_norm" else
                        f"{squares} + {eps}")

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from .pointwise import torch_function
-from .region import LANE_OPS, NORMS, NormRegion, broadcast_sizes, dense_strides
+from .region import F16_NOTHING, LANE_OPS, NORMS, NormRegion, broadcast_sizes, dense_strides
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16,
                 "f32": torch.float32, "f64": torch.float64}
@@ -68,13 +68,12 @@ def _layer_norm(x: torch.Tensor, lane: tuple[int, ...], weight: torch.Tensor | N
 
 def _normalize(x: torch.Tensor, lane: tuple[int, ...], weight: torch.Tensor | None,
                eps: float) -> torch.Tensor:
-    """`F.normalize` over the lane. With a weight, bf16 and fp16 are computed in fp32 inside, but for the
-    divisor, which is rounded as there."""
-    if weight is None:
-        return F.normalize(x, dim=-1, eps=eps)
+    """`F.normalize` over the lane, times the weight; bf16 and fp16 are computed in fp32 inside."""
+    if x.dtype == torch.float16 and eps <= F16_NOTHING:
+        eps = 0.0
     wide = torch.promote_types(x.dtype, torch.float32)
-    divisor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(eps)
-    return (x.to(wide) / divisor * weight).to(x.dtype)
+    y = x / torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).clamp_min(eps)
+    return (y if weight is None else y * weight).to(x.dtype)
 
 
 def _l2_norm(x: torch.Tensor, lane: tuple[int, ...], weight: torch.Tensor | None, eps: float) -> torch.Tensor:

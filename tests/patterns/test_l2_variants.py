@@ -249,6 +249,12 @@ def magnitude_preserving(x):
     return x / torch.add(1e-4, n, alpha=0.25).to(x.dtype)
 
 
+def in_place(x, dtype=torch.float16):
+    """The length is fp32, and eps no 0: eager divides a row of zeros by it."""
+    h = x.to(dtype)
+    return h.div_(h.float().norm(dim=-1, keepdim=True).clamp_min(1e-12))
+
+
 ORDER, ADDED, SQUARED = "another norm than the Euclidean", "added to the length", "bounds the squares"
 BOUNDED, ELSEWHERE, IN_PLACE = "bounds a root", "read elsewhere", "in place"
 
@@ -298,6 +304,7 @@ LOOK_ALIKES = {
     "returns the length": (lambda x: (x / (n := length(x)), n), ELSEWHERE),
     "returns the sum": (lambda x: (x * torch.rsqrt((s := total(x)) + 1e-6), s), ELSEWHERE),
     "response": (response, None),
+    "in place, fp16": (in_place, "wider dtype than the result"),
     "softmax": (lambda x: x.exp() / x.exp().sum(-1, keepdim=True), None),
     "cosine": (lambda x: x * x.flip(0) / (length(x) * length(x.flip(0))), None),
 }
@@ -319,6 +326,10 @@ def test_look_alikes_are_left_alone(name):
     reasons = [site.reason for site in report.sites]
     assert bool(reasons) == bool(reason), reasons
     assert not reason or all(reason in why for why in reasons), reasons
+
+
+def test_in_place_by_a_length_of_another_dtype():
+    check(Of(lambda x: in_place(x, torch.bfloat16)), torch.randn(4, 16, 16), fused=1, exact=False)
 
 
 def test_the_length_of_a_centred_value_is_an_l2_norm_of_that():
@@ -346,11 +357,14 @@ def extreme(dtype):
     "sum": lambda x: x * torch.rsqrt(total(x) + 1e-6),
     "sum, no eps": lambda x: x / total(x).sqrt()}.items())
 def test_rows_of_every_size(name, eager, dtype):
-    """As eager has them: in fp16, where 1e-12 is 0, F.normalize makes NaN of a row of zeros. Sums of squares
-    overflow as they do in fp32."""
+    """NaN and infinities are where eager has them (in fp16, where 1e-12 is 0, F.normalize makes NaN of a row
+    of zeros), and numbers as eager has them in fp32: there lengths and sums overflow later than in fp16."""
     x = extreme(getattr(torch, dtype))
     got = torch.compile(eager, backend="ascend_ln_fuse", options={"report": "off"})(x)
-    want = eager(x.float()).to(x.dtype) if "sum" in name else eager(x)
+    want = eager(x.float()).to(x.dtype)
+    if "sum" not in name:
+        assert torch.equal(got.isnan(), eager(x).isnan()) and torch.equal(got.isinf(), eager(x).isinf())
+        want[got.isnan()] = float("nan")
     assert [site.status for site in last_reports()[-1].sites] == ["fused"]
     torch.testing.assert_close(got, want, rtol=2 * torch.finfo(x.dtype).eps, atol=0, equal_nan=True)
 
