@@ -34,15 +34,17 @@ KINDS: dict[str, str] = {
     # norms
     **dict.fromkeys(("layer_norm", "native_layer_norm"), "layer_norm"),
     **dict.fromkeys(("rms_norm", "_fused_rms_norm"), "rms_norm"),
+    **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm"), "norm"),
+    **dict.fromkeys(("clamp", "clamp_min"), "clamp"),
     **dict.fromkeys(("matmul", "__matmul__"), "matmul"),
     **dict.fromkeys(("getitem",), "getitem"),
     **dict.fromkeys(("cat", "concat", "concatenate"), "cat"),
 }
 _SAME = (
     "mean", "var", "std", "var_mean", "sum", "square", "sqrt", "rsqrt", "reciprocal", "exp", "tanh",
-    "relu", "gelu", "mish", "hardswish", "maximum", "minimum", "view", "reshape", "unflatten", "flatten",
-    "permute",
-    "transpose", "movedim", "select", "narrow", "unbind", "chunk", "split", "tensor_split", "expand",
+    "relu", "gelu", "mish", "hardswish", "normalize", "maximum", "minimum", "view", "reshape", "unflatten",
+    "flatten", "permute", "transpose", "movedim", "select", "narrow", "unbind", "chunk", "split",
+    "tensor_split", "expand",
     "unsqueeze", "squeeze", "slice", "item", "addcmul", "linear", "stack", "_unsafe_view", "t",
     "swapaxes", "swapdims", "moveaxis", "expand_as", "view_as", "reshape_as", "broadcast_to",
     "split_with_sizes", "mT", "rearrange", "addmm", "bmm", "einsum", "conv2d",

@@ -75,14 +75,14 @@ class Norm:
     """One normalisation in the graph.
 
     Attributes:
-        op: "layer_norm" or "rms_norm" (kernels/region.py gives their meaning).
+        op: "layer_norm", "rms_norm", "normalize" or "l2_norm" (kernels/region.py gives their meaning).
         value: what is normalised; weight, bias: tensors of the normalised shape, or None.
         eps: a number, or the node of a run-time scalar.
         shape: the normalised sizes, static; several where several dims are normalised.
         out: the node of the result.
         interior: the nodes that the norm consists of, `out` among them.
         dtype: the dtype in which the norm's line works and yields; operands are cast to it first.
-        spelling: "layer_norm", "rms_norm", or "handwritten ...", for the report.
+        spelling: "layer_norm", "rms_norm", "normalize", or "handwritten ...", for the report.
         axis: the normalised dim, where it is a single one that is not the last (channels of NCHW).
     """
 

@@ -36,13 +36,13 @@ _WHOLE_VIEWS = REGROUPING_VIEWS | frozenset(
 
 #: Ops whose results have memory of their own, unless the fakes say otherwise.
 _MAKERS = _WORDS | REGROUPING_VIEWS | frozenset(
-    "to copy rsub layer_norm rms_norm matmul linear addmm conv2d cat stack mean sum var addcmul embedding "
-    "scaled_dot_product_attention".split())
+    "to copy rsub layer_norm rms_norm normalize matmul linear addmm conv2d cat stack mean sum var addcmul "
+    "embedding scaled_dot_product_attention".split())
 
 #: Those of them whose backward does not need the result: eager lets it be written in place.
 _KEEP_NO_RESULT = frozenset(
-    "to copy add sub rsub mul div neg abs square silu gelu mish hardswish layer_norm rms_norm matmul linear "
-    "addmm conv2d cat stack".split())
+    "to copy add sub rsub mul div neg abs square silu gelu mish hardswish layer_norm rms_norm normalize "
+    "matmul linear addmm conv2d cat stack".split())
 
 
 def update_word(node: Node) -> str | None:

@@ -21,7 +21,7 @@ from functools import lru_cache
 
 from .layout import Structure, Unsupported
 from .pointwise import POINTWISE
-from .region import LANE_OPS, NORMS, Line, NormRegion
+from .region import F16_NOTHING, LANE_OPS, NORMS, Line, NormRegion
 from .source import KernelSource, Tile, module_text
 from .targets import Target
 from .values import Value, analyse, ancestors, rounds, variable
@@ -376,11 +376,22 @@ class Generator:
         return f"tl.where(COL_IN, {text}, 0.0)" if self.padded else text
 
     def _rsqrt(self, text: str) -> str:
-        if self.target.precise and self.compute == "f32":
+        if self.target.precise and self.compute == "f32" and self.half:
             # An ulp or so of fp32 is lost where half precision rounds it away; the correctly rounded forms
             # take 5% of a kernel of 1 MB, with all rows of a tile waiting.
-            return f"tl.rsqrt({text})" if self.half else f"tl.div_rn(1.0, tl.sqrt_rn({text}))"
-        return f"1.0 / tl.sqrt({text})"
+            return f"tl.rsqrt({text})"
+        return self._quotient("1.0", self._sqrt(text))
+
+    def _sqrt(self, text: str) -> str:
+        return f"tl.sqrt_rn({text})" if self._correctly else f"tl.sqrt({text})"
+
+    def _quotient(self, text: str, divisor: str) -> str:
+        return f"tl.div_rn({text}, {divisor})" if self._correctly else f"{text} / {divisor}"
+
+    @property
+    def _correctly(self) -> bool:
+        """Whether roots and quotients are rounded correctly, where the target has them so."""
+        return self.target.precise and self.compute == "f32" and not self.half
 
     def _mean(self, total: str) -> str:
         """A true division, once a row: D times one value gives that value back, and a row of equal
@@ -403,16 +414,17 @@ class Generator:
 
     def _norm(self, line: Line) -> str:
         """The normalised value as an expression. In memory, its statistics are computed here; in
-        column passes they stand in `MEAN_`, `SHIFT_` and `RSTD_` variables already."""
+        column passes they stand in `MEAN_`, `SHIFT_`, `RSTD_` and `NORM_` variables already."""
         name, x = line.name, self._value(line.args[0])
         eps = self._word(line.args[-1])
         self.put(f"# {line}")
-        if line.op == "rms_norm":
+        if line.op != "layer_norm":
             if self.in_memory:
                 kept = x.var if x.zero else self._inside(x.var)
                 self.put(f"SQUARES_{name} = {self._sum(self._square(kept, name))}")
-                self._rstd(name, f"SQUARES_{name} * {self._share} + {eps}")
-            text = f"{x.var} * RSTD_{name}"
+                self._scale(line)
+            text = self._quotient(x.var, f"NORM_{name}") if line.op == "normalize" else \
+                f"{x.var} * RSTD_{name}"
         else:
             if self.in_memory:
                 kept = x.var if x.zero else self._inside(x.var)
@@ -440,6 +452,20 @@ class Generator:
         self.put(f"X_{name} = {text}")
         return f"X_{name} * X_{name}"
 
+    def _scale(self, line: Line) -> None:
+        """What a norm that does not centre scales its rows by, from their sums of squares."""
+        name, squares, eps = line.name, f"SQUARES_{line.name}", self._word(line.args[-1])
+        if line.op == "normalize":
+            if line.dtype == "f16":
+                # (Ascend's compiler takes a number that is rounded and widened again for the number.)
+                self.put(f"EPS_{name} = tl.where({eps} > {F16_NOTHING!r}, {eps}, 0.0)")
+                eps = f"EPS_{name}"
+            self.put(f"NORM_{name} = tl.maximum({self._sqrt(squares)}, {eps}, "
+                     "propagate_nan=tl.PropagateNan.ALL)")
+        else:
+            self._rstd(name, f"{squares} * {self._share} + {eps}" if line.op == "rms_norm" else
+                       f"{squares} + {eps}")
+
     def _rstd(self, name: str, variance: str) -> None:
         self.put(f"RSTD_{name} = {self._rsqrt(variance)}")
 
@@ -464,8 +490,7 @@ class Generator:
             if line.op == "layer_norm":
                 self.put(f"MEAN_{line.name} = {self._mean(f'SUM_{line.name}')}")
             else:
-                eps = self._word(line.args[-1])
-                self._rstd(line.name, f"SQUARES_{line.name} * {self._share} + {eps}")
+                self._scale(line)
         if not centred:
             return
         self._pass(centred, "Second pass: centred sums.", "CENTRED")

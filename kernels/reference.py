@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from .pointwise import torch_function
-from .region import LANE_OPS, NORMS, NormRegion, broadcast_sizes, dense_strides
+from .region import F16_NOTHING, LANE_OPS, NORMS, NormRegion, broadcast_sizes, dense_strides
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16,
                 "f32": torch.float32, "f64": torch.float64}
@@ -66,6 +66,23 @@ def _layer_norm(x: torch.Tensor, lane: tuple[int, ...], weight: torch.Tensor | N
     return F.layer_norm(x, lane, weight, bias, eps)
 
 
+def _normalize(x: torch.Tensor, lane: tuple[int, ...], weight: torch.Tensor | None,
+               eps: float) -> torch.Tensor:
+    """`F.normalize` over the lane, times the weight; bf16 and fp16 are computed in fp32 inside."""
+    if x.dtype == torch.float16 and eps <= F16_NOTHING:
+        eps = 0.0
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = x / torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).clamp_min(eps)
+    return (y if weight is None else y * weight).to(x.dtype)
+
+
+def _l2_norm(x: torch.Tensor, lane: tuple[int, ...], weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """`x * rsqrt(sum(x * x) + eps) * weight` over the lane; bf16 and fp16 are computed in fp32 inside."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    y = wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)
+    return (y if weight is None else y * weight).to(x.dtype)
+
+
 def reference(region: NormRegion, inputs: Sequence[torch.Tensor],
               scalars: Sequence[float]) -> tuple[torch.Tensor, ...]:
     """Run `region` on `inputs` (broadcastable to the space, dtypes as declared, any strides).
@@ -82,8 +99,8 @@ def program(region: NormRegion) -> Callable:
     """The reference as one Python function of the inputs, then the scalars: what `reference` calls, for
     callers that keep it. Written out as source so that a call costs little more than its torch ops."""
     names = [_variable(x.name) for x in region.inputs]
-    scope: dict = {"torch": torch, "layer_norm": _layer_norm, "rms_norm": F.rms_norm, "REGION": region,
-                   "LANE": (region.lane,), "laid_out": _laid_out,
+    scope: dict = {"torch": torch, "layer_norm": _layer_norm, "rms_norm": F.rms_norm, "normalize": _normalize,
+                   "l2_norm": _l2_norm, "REGION": region, "LANE": (region.lane,), "laid_out": _laid_out,
                    "broadcast_sizes": broadcast_sizes, **_LANE_FUNCTIONS,
                    **{word.upper(): dtype for word, dtype in TORCH_DTYPES.items()}}
     lines = [f"def run({', '.join((*names, *map(_variable, region.scalars)))}):"]

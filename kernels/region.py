@@ -23,8 +23,11 @@ Meaning of a line: operands are widened to the compute type (fp32; fp64 where an
 op is applied, the result is rounded to the line's dtype. This is PyTorch's rule for its own kernels
 (`at::opmath_type`), so where a model rounds, the region rounds. `layer_norm(x, weight, bias, eps)` and
 `rms_norm(x, weight, eps)` are torch.nn.functional's functions over the lane (`none` for a missing
-operand): statistics and affine in the compute type, one rounding at the end. `LANE_OPS` move the
-elements of a value along the lane and keep its dtype.
+operand): statistics and affine in the compute type, one rounding at the end. So is
+`normalize(x, weight, eps)`, `x / max(||x||, eps) * weight`; in a line of fp16 an eps that is 0 there (1e-12)
+is 0, as in torch, so that a row of zeros gives NaN. `l2_norm(x, weight, eps)` is
+`x * rsqrt(sum(x * x) + eps) * weight`. `LANE_OPS` move the elements of a value along the lane and keep its
+dtype.
 """
 
 from __future__ import annotations
@@ -41,7 +44,10 @@ from .pointwise import POINTWISE
 DTYPES: dict[str, int] = {"bf16": 2, "f16": 2, "f32": 4, "f64": 8}
 
 #: norm op -> number of arguments. The first is the value; eps is the last.
-NORMS: dict[str, int] = {"layer_norm": 4, "rms_norm": 3}
+NORMS: dict[str, int] = {"layer_norm": 4, "rms_norm": 3, "normalize": 3, "l2_norm": 3}
+
+#: the largest number that fp16 rounds to 0
+F16_NOTHING = 2.0**-25
 
 #: op that moves elements along the lane (D even) -> what it yields, lane by lane, for a value v of D.
 LANE_OPS: dict[str, str] = {

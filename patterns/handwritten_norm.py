@@ -1,9 +1,10 @@
-"""LayerNorm and RMSNorm written out of primitives, recognised by structure.
+"""LayerNorm, RMSNorm and l2 norms written out of primitives, recognised by structure.
 
 A norm is `value * rstd` or `value / std`, where `std` is the root of a mean of squares (plus eps) over the
 last dims. What the mean is of tells which norm: the value itself (RMSNorm), or the value less its mean
 (LayerNorm). The spelling is free: pow, square or x*x; mean, sum/D, var, var_mean or E[x^2]-mean^2; rsqrt,
-1/sqrt, pow(-0.5) or a division; operands in either order; casts anywhere.
+1/sqrt, pow(-0.5) or a division; operands in either order; casts anywhere. A sum of squares in the place of
+the mean makes an l2 norm, and the length of the vector itself, clamped to eps, what F.normalize is.
 
 Casts inside the statistics are dropped, since the kernel computes them in fp32 whatever the model wrote;
 casts of the value itself are kept, because where a model rounds is part of its meaning.
@@ -12,42 +13,27 @@ casts of the value itself are kept, because where a model rounds is part of its 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
 from ..effects import value_of
 from ..graph import Lens, hint, same, same_shape, static_size
-from ..kernels.reference import DTYPE_WORDS
 from ..kinds import base_name
 from ..site import Decline, Norm
-
-
-@dataclass
-class _Trail:
-    """The nodes passed on the way; they make up the norm if it is one."""
-
-    nodes: set[Node] = field(default_factory=set)
-    #: casts between the value and its statistic: part of the norm where nobody else reads them
-    loose: set[Node] = field(default_factory=set)
-
-    def through(self, node: Node) -> Node:
-        self.nodes.add(node)
-        return node
+from .vector_norm import clamped_from_below, is_euclidean, places_from_the_end, vector_norm
+from .written_steps import NoNorm, Reader, lens_rank
 
 
 @dataclass(frozen=True)
 class _Stat:
-    """A mean of squares over `dims` (counted from the end) of `of`, centred or not."""
+    """What the norm `op` divides by, over `dims` (counted from the end) of `of`: a mean of squares, centred
+    or not, their sum, or the length of a vector."""
 
     of: Node
-    centred: bool
+    op: str
     dims: tuple[int, ...]
-
-
-class _NoNorm(Exception):
-    """The structure is something else altogether."""
 
 
 def match(lens: Lens, node: Node) -> Iterator[Norm]:
@@ -64,7 +50,7 @@ def match(lens: Lens, node: Node) -> Iterator[Norm]:
         try:
             yield _Matcher(lens, node).norm(value, scale, inverse)
             return
-        except _NoNorm:
+        except NoNorm:
             continue
 
 
@@ -80,22 +66,26 @@ def _readings(lens: Lens, node: Node):
         yield a, b, False
 
 
-class _Matcher:
+class _Matcher(Reader):
     def __init__(self, lens: Lens, out: Node):
-        self.lens, self.out, self.trail = lens, out, _Trail({out})
+        super().__init__(lens, out)
         #: the `std` that stands for the root itself, where there is one: anywhere else it is no variance
         self.own_root: Node | None = None
+        #: what the root is clamped to from below, and the order of the vector norm that it is
+        self.least: float | Node | None = None
+        self.order: object = 2
 
     def norm(self, value: Node, scale: Node, inverse: bool) -> Norm:
         # Cheap refusal first: this runs on every product of the graph.
         if lens_rank(self.lens, scale) != lens_rank(self.lens, value) or \
                 lens_rank(self.lens, value) < 1:
-            raise _NoNorm
+            raise NoNorm
+        scale = self._unexpanded(scale)
         scale, weight = self._scale(scale) if inverse else (scale, None)
         squared = self._rstd(scale) if inverse else self._std(scale)
         stat, eps = self._with_eps(squared)
         if not self._is_statistic(scale, value, stat.dims):
-            raise _NoNorm
+            raise NoNorm
         shape = self._normal_shape(stat)
         source, weight = self._source(value, stat, weight)
         axis = None if stat.dims[-1] == -1 else lens_rank(self.lens, source) + stat.dims[0]
@@ -103,9 +93,32 @@ class _Matcher:
         if weight is not None and (axis is not None or self.lens.tensor(weight).dtype != dtype):
             raise Decline("the weight is multiplied in before the statistics, and is of another dtype "
                           "or of a dim that is not the last", self.out)
-        op = "layer_norm" if stat.centred else "rms_norm"
+        op, eps = self._bounded(stat, eps, scale)
         return Norm(op, source, weight, None, eps, shape, self.out, self._interior(source), dtype,
                     f"handwritten {op}", axis)
+
+    def _bounded(self, stat: _Stat, eps: float | Node, scale: Node) -> tuple[str, float | Node]:
+        """The norm's op and eps, where the root may be clamped from below."""
+        op = stat.op
+        if self.least is not None:
+            if op not in ("l2_norm", "normalize") or isinstance(eps, Node) or eps != 0:
+                raise Decline("eps bounds a root that is no length of the vector alone", self.out)
+            op, eps = "normalize", self.least
+        if op == "normalize":
+            if not is_euclidean(self.order):
+                raise Decline(f"normalises by another norm than the Euclidean one (p={self.order})", self.out)
+            # What is 0 in fp16 is 0 for a region whose result is fp16.
+            if self.lens.tensor(self.out).dtype == torch.float16 != self.lens.tensor(scale).dtype:
+                raise Decline("the length of the vector is of a wider dtype than the result", self.out)
+        return op, eps
+
+    def _unexpanded(self, node: Node) -> Node:
+        """`node` below a view that repeats its one number a row."""
+        lens = self.lens
+        while lens.kind(node) in ("expand", "expand_as", "broadcast_to") and lens.is_view(node) and \
+                lens_rank(lens, node.args[0]) == lens_rank(lens, node):
+            node = self._step(node, node.args[0])
+        return node
 
     def _factors(self, node: Node) -> Iterator[tuple[Node, Node | None]]:
         """(part, weight) for each way to read `node` as a part times a vector, itself first."""
@@ -142,29 +155,39 @@ class _Matcher:
             return self._std(self._step(node, args[1]))
         if word == "pow" and len(args) == 2 and args[1] in (-1, -1.0):
             return self._std(self._step(node, args[0]))
-        raise _NoNorm
+        raise NoNorm
 
     def _std(self, node: Node) -> Node:
         """The variance of which `node` is the root."""
         node = self._kept(node)
-        if self.lens.kind(node) == "std":
+        clamped = clamped_from_below(self.lens, node)
+        if clamped is not None and self.least is None and self._is_scalar(clamped[1]):
+            value, self.least = clamped
+            node = self._kept(self._step(node, value))
+        if self.lens.kind(node) in ("std", "norm"):
             self.own_root = node
             return node
         word, args = self._operation(node)
         if word == "sqrt" or (word == "pow" and len(args) == 2 and args[1] == 0.5):
             return self._step(node, args[0])
-        if word == "add":
+        if self.lens.kind(node) == "add":
             self._decline_eps_on_std(node)
-        raise _NoNorm
+        if base_name(node) in ("clamp_", "clamp_min_"):
+            self._statistic(self._std(node.args[0]))
+            raise Decline("the statistics are changed in place", self.out)
+        raise NoNorm
 
     def _decline_eps_on_std(self, node: Node) -> None:
-        """`(x - mean) / (std + eps)` is no LayerNorm."""
+        """`(x - mean) / (std + eps)` is no LayerNorm, and `x / (norm(x) + eps)` no norm that a region has."""
         for arg in node.args:
             if self.lens.tensor(arg) is not None and self.lens.kind(arg) != "add":
                 try:
                     self._statistic(self._std(arg))
-                except _NoNorm:
+                except NoNorm:
                     continue
+                if self.own_root is not None and self.lens.kind(self.own_root) == "norm":
+                    raise Decline("eps is added to the length of the vector, which is not clamped to it",
+                                  self.out)
                 raise Decline("eps is added to the standard deviation, not to the variance",
                               self.out)
 
@@ -177,6 +200,10 @@ class _Matcher:
             for a, b in (node.args, node.args[::-1]):
                 if isinstance(a, Node) and self._is_scalar(b):
                     return self._statistic(self._step(node, a)), b
+        clamped = clamped_from_below(self.lens, node)
+        if clamped is not None and self._is_scalar(clamped[1]):
+            self._statistic(clamped[0])
+            raise Decline("eps bounds the squares instead of being added to them", self.out)
         return self._statistic(node), 0.0
 
     def _decline_in_place(self, node: Node) -> None:
@@ -201,6 +228,8 @@ class _Matcher:
     def _statistic(self, node: Node) -> _Stat:
         node = self._kept(node)
         word = self.lens.kind(node)
+        if word == "norm" and node is self.own_root:
+            return self._length(node, "normalize")
         if word == "var" or node is self.own_root:
             return self._variance(node)
         if word == "getitem" and self.lens.kind(node.args[0]) == "var_mean" and node.args[1] == 0:
@@ -212,12 +241,26 @@ class _Matcher:
             root = self._kept(self._square(node))
             if self.lens.kind(root) == "std":
                 return self._variance(root)
+            if self.lens.kind(root) == "norm":
+                return self._length(root, "l2_norm")
+        if word == "sum":
+            squares, dims = self._reduced(node)
+            return _Stat(self._square(squares), "l2_norm", dims)
         squares, dims = self._mean(node)
         base = self._square(squares)
         centred = self._centred(base, dims)
         if centred is None:
-            return _Stat(base, False, dims)
-        return _Stat(centred, True, dims)
+            return _Stat(base, "rms_norm", dims)
+        return _Stat(centred, "layer_norm", dims)
+
+    def _length(self, call: Node, op: str) -> _Stat:
+        """A vector norm of the value, as `op` takes it."""
+        found = vector_norm(call)
+        if found is None:
+            raise NoNorm
+        of, dims, self.order = found
+        self.trail.through(call)
+        return _Stat(of, op, self._dims(dims, of))
 
     def _variance(self, call: Node) -> _Stat:
         """`var`, `std` or `var_mean` of the value."""
@@ -227,7 +270,7 @@ class _Matcher:
         correction = bound.get("correction", None if unbiased is None else int(unbiased))
         if isinstance(bound.get("dim"), bool) or \
                 not {"input", "dim"} <= bound.keys() <= {"input", "dim", "keepdim", "unbiased", "correction"}:
-            raise _NoNorm
+            raise NoNorm
         dims = self._dims(bound["dim"], bound["input"])
         if correction != 0:
             raise Decline("the variance is unbiased (divided by D-1); LayerNorm's is biased", self.out)
@@ -237,12 +280,12 @@ class _Matcher:
     def _shift_free(self, of: Node, dims: tuple[int, ...]) -> _Stat:
         """The variance of `of`, which is that of x where `of` is x - mean(x)."""
         centred = self._centred(of, dims)
-        return _Stat(of if centred is None else centred, True, dims)
+        return _Stat(of if centred is None else centred, "layer_norm", dims)
 
     def _moments(self, node: Node) -> _Stat:
         """E[x^2] - E[x]^2."""
         if len(node.args) != 2 or not all(isinstance(a, Node) for a in node.args):
-            raise _NoNorm
+            raise NoNorm
         first, second = node.args
         self.trail.through(node)
         squares, dims = self._mean(self._uncast(first))
@@ -250,7 +293,7 @@ class _Matcher:
         mean = self._square(self._uncast(second))
         of, other = self._mean(self._uncast(mean))
         if other != dims or not self._equal(of, base):
-            raise _NoNorm
+            raise NoNorm
         return self._shift_free(base, dims)
 
     def _mean(self, node: Node) -> tuple[Node, tuple[int, ...]]:
@@ -269,10 +312,10 @@ class _Matcher:
                 for dim in dims:
                     count = count * self.lens.tensor(of).shape[dim]
                 if not self._counts(args[1], count, word):
-                    raise _NoNorm
+                    raise NoNorm
                 self.trail.through(node)
                 return of, dims
-        raise _NoNorm
+        raise NoNorm
 
     def _counts(self, factor, count, word: str) -> bool:
         if isinstance(factor, Node):
@@ -286,7 +329,7 @@ class _Matcher:
         bound = _bound(node)
         if not {"input", "dim"} <= bound.keys() <= {"input", "dim", "keepdim", "dtype"} or \
                 bound.get("dtype") not in (None, torch.float32, torch.float64):
-            raise _NoNorm
+            raise NoNorm
         dims = self._dims(bound["dim"], bound["input"])
         self.trail.through(node)
         return bound["input"], dims
@@ -295,16 +338,11 @@ class _Matcher:
         """The reduced dims, counted from the end."""
         fake = self.lens.tensor(value)
         if fake is None:
-            raise _NoNorm
-        rank = fake.dim()
+            raise NoNorm
         dims = [dim] if isinstance(dim, int) else list(dim) if isinstance(dim, (tuple, list)) else []
         if not dims or not all(isinstance(d, int) for d in dims):
-            raise _NoNorm
-        places = tuple(sorted(d % rank - rank for d in dims))
-        if places != tuple(range(-len(places), 0)) and len(places) > 1:
-            raise Decline(f"normalises dims {', '.join(map(str, dims))} of {rank}, not the last ones",
-                          self.out)
-        return places
+            raise NoNorm
+        return places_from_the_end(dims, fake.dim(), self.out)
 
     def _is_statistic(self, node: Node, value: Node, dims: tuple[int, ...]) -> bool:
         """Whether `node` has one number per row of `value`, in the shape that pairs it with its row."""
@@ -312,29 +350,6 @@ class _Matcher:
         for dim in dims:
             shape[dim] = 1
         return fake is not None and same_shape(fake.shape, shape)
-
-    def _kept(self, node: Node) -> Node:
-        """Below casts and views that only restore a reduced dim: `unsqueeze(-1)`, `[..., None]`."""
-        node = self._uncast(node)
-        while self.lens.kind(node) in ("unsqueeze", "getitem", "view", "reshape") and \
-                self.lens.is_view(node):
-            fake, inner = self.lens.tensor(node), self.lens.tensor(node.args[0])
-            if fake is None or inner is None or not same_shape(_long(fake), _long(inner)):
-                break
-            self.trail.through(node)
-            node = self._uncast(node.args[0])
-        return node
-
-    def _square(self, node: Node) -> Node:
-        """x of x^2."""
-        node = self._uncast(node)
-        word, args = self._operation(node)
-        if word == "square" or (word == "pow" and len(args) == 2 and args[1] in (2, 2.0)):
-            return self._step(node, args[0])
-        if word == "mul" and len(args) == 2 and isinstance(args[0], Node) and \
-                isinstance(args[1], Node) and self._equal(args[0], args[1]):
-            return self._step(node, args[0])
-        raise _NoNorm
 
     # The value
 
@@ -348,7 +363,7 @@ class _Matcher:
             return None
         try:
             of, over = self._mean_of(node.args[1])
-        except (_NoNorm, Decline):
+        except (NoNorm, Decline):
             self.trail.nodes = before
             return None
         if over != dims or not self._equal(of, node.args[0]) or \
@@ -373,37 +388,10 @@ class _Matcher:
         """What is normalised: the node whose value enters the product, uncentred; and the weight, where
         it is part of `value` (or given)."""
         for part, factor in self._factors(value):
-            source = self._centred(part, stat.dims) if stat.centred else part
+            source = self._centred(part, stat.dims) if stat.op == "layer_norm" else part
             if source is not None and self._equal(source, stat.of) and None in (weight, factor):
                 return source, weight if factor is None else self._through(value, factor)
-        raise _NoNorm
-
-    def _equal(self, value: Node, other: Node) -> bool:
-        """Whether two nodes hold one value, up to casts that lose nothing of `value`."""
-        mine, theirs = [value], [other]
-        node = value
-        while self.lens.kind(node) == "to" and self._exact_cast(node):
-            node = node.args[0]
-            mine.append(node)
-        node = other
-        while self.lens.kind(node) == "to" and self._float_cast(node):
-            node = node.args[0]
-            theirs.append(node)
-        common = next((n for n in theirs if n in mine), None)
-        if common is None:
-            return False
-        self.trail.loose |= set(theirs[:theirs.index(common)]) - set(mine)
-        return True
-
-    def _exact_cast(self, node: Node) -> bool:
-        return self._float_cast(node) and torch.promote_types(
-            self.lens.tensor(node.args[0]).dtype, self.lens.tensor(node).dtype) == \
-            self.lens.tensor(node).dtype
-
-    def _float_cast(self, node: Node) -> bool:
-        """Between dtypes that hold a value but for rounding: none through integers or fp8."""
-        fakes = (self.lens.tensor(node.args[0]), self.lens.tensor(node))
-        return all(fake is not None and fake.dtype in DTYPE_WORDS for fake in fakes)
+        raise NoNorm
 
     # Helpers
 
@@ -414,29 +402,6 @@ class _Matcher:
                 interior.discard(cast)
         return frozenset(interior)
 
-    def _uncast(self, node) -> Node:
-        """`node` below its float casts, which join the trail."""
-        if not isinstance(node, Node):
-            raise _NoNorm
-        while self.lens.kind(node) == "to" and self._float_cast(node):
-            self.trail.through(node)
-            node = node.args[0]
-        return node
-
-    def _through(self, node: Node, result: Node) -> Node:
-        self.trail.through(node)
-        return result
-
-    def _operation(self, node: Node) -> tuple[str | None, tuple]:
-        """The kind of a pointwise node and its operands; nothing where a keyword (alpha, rounding_mode,
-        out) makes it another operation."""
-        return (None, ()) if node.kwargs else (self.lens.kind(node), node.args)
-
-    def _step(self, node: Node, arg) -> Node:
-        if not isinstance(arg, Node):
-            raise _NoNorm
-        return self._through(node, arg)
-
     def _normal_shape(self, stat: _Stat) -> tuple[int, ...]:
         fake = self.lens.tensor(stat.of)
         shape = tuple(static_size(fake.shape[dim]) for dim in stat.dims)
@@ -445,23 +410,12 @@ class _Matcher:
         return shape
 
 
-def lens_rank(lens: Lens, node: Node) -> int:
-    """Rank of the tensor that `node` yields; -1 when it yields none."""
-    fake = lens.tensor(node)
-    return -1 if fake is None else fake.dim()
-
-
 def _bound(call: Node) -> dict:
     """The arguments of a reduction by name; NumPy's `axis` is `dim`."""
     bound = dict(zip(("input", "dim"), call.args)) | dict(call.kwargs)
     if "axis" in bound:
         bound["dim"] = bound.pop("axis")
     return bound
-
-
-def _long(fake: torch.Tensor) -> list:
-    """Its sizes but for those that are 1."""
-    return [size for size in fake.shape if not (isinstance(size, int) and size == 1)]
 
 
 def _is_one(value) -> bool:

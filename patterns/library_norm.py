@@ -1,4 +1,4 @@
-"""`F.layer_norm`, `F.rms_norm` and their ATen forms: norms that a library call spells out."""
+"""`F.layer_norm`, `F.rms_norm`, their ATen forms, and `F.normalize`: norms that a library call spells out."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ..effects import value_of
 from ..graph import Lens, same_shape, static_size
 from ..kinds import base_name
 from ..site import Decline, Norm
+from .vector_norm import is_euclidean, places_from_the_end
 
 #: parameter names by position, for calls by keyword
 _PARAMETERS = {
@@ -28,6 +29,8 @@ def match(lens: Lens, node: Node) -> Iterator[Norm]:
     word = lens.kind(node)
     if word in _PARAMETERS:
         yield _norm(lens, node, word)
+    elif word == "normalize":
+        yield _normalize(lens, node)
     elif base_name(node) == "_transformer_encoder_layer_fwd":
         raise Decline("inside the one call that nn.TransformerEncoderLayer makes in inference", node)
 
@@ -64,6 +67,26 @@ def _norm(lens: Lens, node: Node, word: str) -> Norm:
         wide = torch.float64 if fake.dtype == torch.float64 else torch.float32
         eps = torch.finfo(wide).eps
     return Norm(word, value, weight, bias, eps, shape, out, frozenset(interior), result.dtype, word)
+
+
+def _normalize(lens: Lens, node: Node) -> Norm:
+    """`F.normalize(x, dim=-1)`, also of another dim or of several."""
+    bound = dict(zip(("input", "p", "dim", "eps", "out"), node.args)) | dict(node.kwargs)
+    value, order = bound["input"], bound.get("p", 2.0)
+    fake, result = lens.tensor(value), lens.tensor(node)
+    if fake is None or result is None:
+        raise Decline("the input is no plain tensor", node)
+    if bound.get("out") is not None:
+        raise Decline("normalize writes its result into a given tensor (out=)", node)
+    if not is_euclidean(order):
+        raise Decline(f"normalises by another norm than the Euclidean one (p={order})", node)
+    dims = places_from_the_end(bound.get("dim", 1), fake.dim(), node)
+    shape = tuple(static_size(fake.shape[dim]) for dim in dims)
+    if None in shape:
+        raise Decline("the normalised size is symbolic", node)
+    axis = None if dims[-1] == -1 else fake.dim() + dims[0]
+    return Norm("normalize", value, None, None, bound.get("eps", 1e-12), shape, node, frozenset({node}),
+                result.dtype, "normalize", axis)
 
 
 def _static_shape(shape, node: Node) -> tuple[int, ...]:

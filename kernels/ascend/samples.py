@@ -202,11 +202,16 @@ def _numbers(region: NormRegion, scalars: Sequence[float | None] | None) -> list
 
 
 def _eps_of(region: NormRegion, numbers: Sequence[float]) -> list[float]:
-    """The eps of the region's norms, without those that a tensor holds."""
+    """The eps of the region's norms, as what is added to a variance, without those that a tensor holds."""
     known = dict(zip(region.scalars, numbers, strict=True))
-    found = [line.args[-1] for line in region.norms]
-    return [value for eps in found
-            if isinstance(value := known.get(eps, eps) if isinstance(eps, str) else eps, (int, float))]
+    found = [(line.op, known.get(eps, eps) if isinstance(eps, str) else eps)
+             for line in region.norms for eps in line.args[-1:]]
+    return [_ON_VARIANCE.get(op, lambda eps, lane: eps)(eps, region.lane) for op, eps in found
+            if isinstance(eps, (int, float))]
+
+
+#: op that compares its eps with something else than a variance -> the variance where eps and that are equal
+_ON_VARIANCE = {"l2_norm": lambda eps, lane: eps / lane, "normalize": lambda eps, lane: eps * eps / lane}
 
 
 def _axis(offline: Offline) -> int | None:

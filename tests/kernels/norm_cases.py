@@ -29,6 +29,45 @@ in w: {dt}[{D}]
 scalar eps
 v0: {dt} = rms_norm(x, w, eps)
 out v0: {dt} order(0, 1, 2)""",
+    "normalize": """\
+space [*, *, {D}]
+in x: {dt}[*, *, {D}]
+in w: {dt}[{D}]
+scalar eps
+v0: {dt} = normalize(x, w, eps)
+out v0: {dt} order(0, 1, 2)""",
+    "l2_norm": """\
+space [*, *, {D}]
+in x: {dt}[*, *, {D}]
+in w: {dt}[{D}]
+scalar eps
+v0: {dt} = l2_norm(x, w, eps)
+out v0: {dt} order(0, 1, 2)""",
+    # Wan's VAE: the length is of a sum, and stored with it; scale, gamma and SiLU come behind.
+    "wan": """\
+space [*, *, {D}]
+in x: {dt}[*, *, {D}]
+in r: {dt}[*, *, {D}]
+in gamma: {dt}[{D}]
+scalar eps
+h: {dt} = add(x, r)
+n: {dt} = normalize(h, none, eps)
+s: {dt} = mul(n, 9.797958971132712)
+y: {dt} = mul(s, gamma)
+z: {dt} = silu(y)
+out h: {dt} order(0, 1, 2)
+out z: {dt} order(0, 1, 2)""",
+    # Gated DeltaNet: q and k are cut out of one tensor, and q is scaled.
+    "delta": """\
+space [*, *, {D}]
+in q: {dt}[*, *, {D}]
+in k: {dt}[*, *, {D}]
+scalar eps
+v0: {dt} = l2_norm(q, none, eps)
+v1: {dt} = l2_norm(k, none, eps)
+v2: {dt} = mul(v0, 0.08838834764831845)
+out v2: {dt} order(0, 1, 2)
+out v1: {dt} order(0, 1, 2)""",
     # Llama: round, then multiply by the weight.
     "llama": """\
 space [*, *, {D}]

@@ -12,8 +12,8 @@ from ascend_ln_fuse.kernels.codegen import generate
 from ascend_ln_fuse.kernels.launch import launch_facts
 from ascend_ln_fuse.kernels.layout import Unsupported, layout
 from ascend_ln_fuse.kernels.pointwise import torch_function
-from ascend_ln_fuse.kernels.reference import reference
-from ascend_ln_fuse.kernels.region import parse
+from ascend_ln_fuse.kernels.reference import TORCH_DTYPES, reference
+from ascend_ln_fuse.kernels.region import NORMS, parse
 from ascend_ln_fuse.kernels.source import KernelSource, Tile, load
 from ascend_ln_fuse.kernels.targets import cuda, npu
 from ascend_ln_fuse.kernels.tiling import ladder
@@ -50,7 +50,7 @@ def check(name, lane, dtype, target, outer=(2, 5), ratio=1.0, tile=None):
 @pytest.mark.parametrize("lane", LANES)
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
 @pytest.mark.parametrize("rules", sorted(RULES))
-@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "normalize", "l2_norm"])
 def test_norms(name, rules, dtype, lane):
     outer = (2, 3) if lane > 1000 else (3, 11)
     for ratio in (1.0, 1000.0):
@@ -99,6 +99,30 @@ def test_bad_values_stay_in_their_row(value, tile):
     assert got[0, 2].isnan().all()
     others = [0, 1, 3, 4, 5]
     assert torch.equal(got[0, others], clean[0, others])
+
+
+#: what rows are multiplied by: zeros, below eps, squares that underflow, in fp16 a length that overflows, in
+#: fp32 squares that do
+EXTREMES = [0.0, 1e-7, 1e-30, 1.0, 1e4, 1e20, 3e38]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("eps", [1e-12, 0.0, 0.5])
+@pytest.mark.parametrize("rules, tile", [("cuda", Tile(4, 128)), ("cuda", Tile(1, 32)), ("npu", Tile(4, 96)),
+                                         ("npu", Tile(2, 48))], ids=str)
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+@pytest.mark.parametrize("op", ["normalize", "l2_norm"])
+def test_lengths_of_every_size(op, dtype, rules, tile, eps, weighted):
+    """Zeros, NaN and infinities are where PyTorch has them, and all else is close."""
+    r = parse(f"space [*, 96]\nin x: {dtype}[*, 96]\nin w: {dtype}[96]\nscalar eps\n"
+              f"v: {dtype} = {op}(x, {'w' if weighted else 'none'}, eps)\nout v: {dtype} order(0, 1)")
+    x, w = torch.randn(len(EXTREMES) + 2, 96), torch.rand(96) + 0.5
+    x[:len(EXTREMES)] *= torch.tensor(EXTREMES)[:, None]
+    x[-2, 7], x[-1, 95] = float("inf"), float("nan")
+    inputs = [x.to(TORCH_DTYPES[dtype]), w.to(TORCH_DTYPES[dtype])]
+    (got,), (want,) = run(r, inputs, [eps], RULES[rules], tile), reference(r, inputs, [eps])
+    assert want.isnan().any() and (want == 0).any()
+    torch.testing.assert_close(got, want, rtol=4 * torch.finfo(got.dtype).eps, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("tile", [Tile(4, 128), Tile(4, 32)])
@@ -156,7 +180,7 @@ def sources():
 @pytest.mark.parametrize("kernel", list(sources()), ids=lambda k: k.name)
 def test_source_rules(kernel):
     text = kernel.source
-    assert re.fullmatch(r"aln_(layer|rms)_norm_[0-9a-f]{10}", kernel.name) and len(kernel.name) <= 49
+    assert re.fullmatch(rf"aln_({'|'.join(NORMS)})_[0-9a-f]{{10}}", kernel.name) and len(kernel.name) <= 49
     doc = text.split('"""')[1]
     assert parse(doc.split("\n\n")[0])  # a person finds the region on top
     body = text.split("):\n", 1)[1]

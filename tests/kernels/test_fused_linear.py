@@ -15,6 +15,7 @@ from ascend_ln_fuse.kernels.fused_linear_codegen import generate
 from ascend_ln_fuse.kernels.fused_linear_structure import bind
 from ascend_ln_fuse.kernels.fused_linear_tiles import FEW, MANY, VECTOR, tiles
 from ascend_ln_fuse.kernels.layout import Unsupported
+from ascend_ln_fuse.kernels.reference import TORCH_DTYPES
 from ascend_ln_fuse.kernels.targets import cuda, npu
 
 pytest.importorskip("triton")
@@ -83,6 +84,21 @@ def test_a_norm_on_a_norm_and_values_of_a_row():
             [torch.randn(24, 40).bfloat16()], [None], [], [])
     for tile in KINDS.values():
         check(runner(segment), args, tile)
+
+
+@pytest.mark.parametrize("op", ["normalize", "l2_norm"])
+def test_l2_norms_in_front(op):
+    """Rows of zeros among them."""
+    for dtype in ("bf16", "f16"):
+        norm = region("in x: X", "in w: L", "scalar eps", f"n: T = {op}(x, none, eps)",
+                      "m: T = mul(n, 6.0)", "y: T = mul(m, w)", "out y: T", lane=40, dtype=dtype)
+        x = torch.randn(2, 5, 40)
+        x[0, 1], x[1, 2:4] = 0, x[1, 2:4] * 1e-3
+        args = ([x.to(TORCH_DTYPES[dtype]), torch.randn(40).to(TORCH_DTYPES[dtype])],
+                [1e-3], [torch.randn(24, 40).to(TORCH_DTYPES[dtype])], [None],
+                [], [])
+        for tile in KINDS.values():
+            check(runner(Segment(norm, (Projection(),))), args, tile)
 
 
 @pytest.mark.parametrize("shape", [(40,), (7, 40), (2, 1, 3, 40)])

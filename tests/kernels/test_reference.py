@@ -1,5 +1,7 @@
 """The reference is what PyTorch does with the same ops, in the declared layout."""
 
+from functools import partial
+
 import pytest
 import torch
 from norm_cases import TEXTS, inputs_for, region, scalars_for
@@ -25,6 +27,49 @@ def test_modulate():
     got, = reference(r, [x, scale, shift, gate], [1e-5])
     want = gate * (F.layer_norm(x, (48,), eps=1e-5) * (scale + 1.0) + shift)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32", "f64"])
+def test_l2_norms(dtype, weighted):
+    """Their definitions in fp32, rounded once; of fp32, `normalize` is F.normalize."""
+    equal = partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)
+    x, w = torch.randn(6, 24), torch.rand(24) + 0.5
+    x *= torch.tensor([0.0, 1e-8, 1e-3, 1.0, 300.0, 6e4])[:, None]
+    x, w = x.to(TORCH_DTYPES[dtype]), w.to(TORCH_DTYPES[dtype])
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    factor = w if weighted else torch.ones(24, dtype=w.dtype)
+    divisor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).clamp_min(1e-5)
+    want = {"normalize": (wide / divisor * factor).to(x.dtype),
+            "l2_norm": (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + 1e-5) * factor).to(x.dtype)}
+    if not weighted and x.dtype == wide.dtype:
+        equal(want["normalize"], F.normalize(x, dim=-1, eps=1e-5))
+    for op in want:
+        r = parse(f"space [*, 24]\nin x: {dtype}[*, 24]\nin w: {dtype}[24]\n"
+                  f"v: {dtype} = {op}(x, {'w' if weighted else 'none'}, 1e-05)\nout v: {dtype} order(0, 1)")
+        equal(reference(r, [x, w], [])[0], want[op])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+@pytest.mark.parametrize("eps", [0.0, 1e-12, 2.0**-25, 3e-8, 1e-6])
+def test_a_row_of_zeros_is_normalised_as_in_torch(eps, dtype):
+    """To NaN where eps is 0 in that dtype."""
+    r = parse(f"space [*, 8]\nin x: {dtype}[*, 8]\nscalar eps\nv: {dtype} = normalize(x, none, eps)\n"
+              f"out v: {dtype} order(0, 1)")
+    x = torch.zeros(2, 8, dtype=TORCH_DTYPES[dtype])
+    want = F.normalize(x, dim=-1, eps=eps)
+    assert want.isnan().all() == (eps == 0 or (dtype == "f16" and eps <= 2.0**-25))
+    torch.testing.assert_close(reference(r, [x], [eps])[0], want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("op", ["normalize", "l2_norm"])
+@pytest.mark.parametrize("weight", ["w", "none"])
+def test_l2_norms_are_differentiable(op, weight):
+    r = parse(f"space [*, 8]\nin x: f64[*, 8]\nin w: f64[8]\nv: f64 = {op}(x, {weight}, 0.5)\n"
+              "out v: f64 order(0, 1)")
+    x = (torch.randn(4, 8, dtype=torch.float64) * torch.tensor([0.01, 0.1, 1, 10])[:, None]).requires_grad_()
+    w = torch.rand(8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda *xs: reference(r, xs, []), (x, w), check_forward_ad=True)
 
 
 @pytest.mark.parametrize("name", sorted(TEXTS))
