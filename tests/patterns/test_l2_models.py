@@ -202,6 +202,13 @@ def test_embeddings():
     check_reasons(Detector(), torch.randn(3, C), fused=0, declined=("added to the length",))
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_feed_forward_block_is_one_chain(grad):
+    model = nn.Sequential(RMSNorm(C), nn.Linear(C, 2 * C), nn.GELU(), nn.Linear(2 * C, C))
+    report = check_reasons(shake(model, torch.float32), torch.randn(2, 7, C, requires_grad=grad), grad=grad)
+    assert report.sites[0].chain == "linear -> gelu -> linear"
+
+
 @pytest.mark.parametrize("model", [RMSNorm(C), CosineAttention()], ids=["norm", "attention"])
 def test_training(model):
     check_reasons(shake(model, torch.float32), torch.randn(2, 7, C, requires_grad=True), grad=True,

@@ -256,8 +256,14 @@ def in_place(x, dtype=torch.float16):
     return h.div_(h.float().norm(dim=-1, keepdim=True).clamp_min(1e-12))
 
 
+def lucidrains(x):
+    """RMSNorm of older repositories."""
+    n = torch.norm(x, dim=-1, keepdim=True) * 16 ** -0.5
+    return x / n.clamp(min=1e-8)
+
+
 ORDER, ADDED, SQUARED = "another norm than the Euclidean", "added to the length", "bounds the squares"
-BOUNDED, ELSEWHERE, IN_PLACE = "bounds a root", "read elsewhere", "in place"
+BOUNDED, SCALED, ELSEWHERE, IN_PLACE = "bounds a root", "scaled before", "read elsewhere", "in place"
 
 LEARNED = torch.tensor(4.0, requires_grad=True)
 
@@ -291,6 +297,13 @@ LOOK_ALIKES = {
     "clamped on both sides": (lambda x: x / length(x).clamp(1.0, 4.0), None),
     "clamped in place": (lambda x: x / length(x).clamp_(min=4.0), IN_PLACE),
     "clamped in place, min": (lambda x: x / length(x).clamp_min_(4.0), IN_PLACE),
+    "scaled": (lambda x: x / (0.25 * length(x)), SCALED),
+    "scaled, / sqrt(D)": (lambda x: x / (length(x) / 4.0), SCALED),
+    "scaled and clamped": (lucidrains, SCALED),
+    "scaled, eps added": (lambda x: x / (length(x) * 16**-0.5 + 1e-8), ADDED),
+    "scaled, of another value": (lambda x: x.flip(0) / (length(x) * 0.25), None),
+    "a scaled root": (lambda x: x / (total(x).sqrt() * 0.25), None),
+    "divided by": (lambda x: x / (2.0 / length(x)), None),
     "squared": (lambda x: x / length(x)**2, None),
     "no root": (lambda x: x / (total(x) + 1e-6), None),
     "no square": (lambda x: x * torch.rsqrt(x.exp().sum(-1, keepdim=True)), None),
