@@ -1,8 +1,8 @@
 """Bytes and kernels of a site, before and after: estimates for selection and the report.
 
-Before: each op of the site reads its inputs and writes its result once, and a library norm on a
-strided view first makes a copy. After: every operand is read once, every output written once. Sizes are
-those seen at compile time.
+Before: each op of the site reads its inputs and writes its result once, a library norm on a strided
+view first makes a copy, and `F.normalize`, which PyTorch composes, reads its input twice. After: every
+operand is read once, every output written once. Sizes are those seen at compile time.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ def bytes_before(lens: Lens, site: Site) -> int:
         fake = value_of(norm.value)
         if norm.spelling in ("layer_norm", "rms_norm") and layout_kernels(*_concrete(fake)):
             total += 2 * tensor_bytes(fake)
+        if norm.spelling == "normalize":  # read for the length, and again to be divided
+            total += tensor_bytes(fake)
     return total
 
 

@@ -71,9 +71,11 @@ class _Matcher(Reader):
         super().__init__(lens, out)
         #: the `std` that stands for the root itself, where there is one: anywhere else it is no variance
         self.own_root: Node | None = None
-        #: what the root is clamped to from below, and the order of the vector norm that it is
+        #: what the root is clamped to from below; the order of the vector norm that it is, and whether that
+        #: is multiplied by a number first
         self.least: float | Node | None = None
         self.order: object = 2
+        self.scaled = False
 
     def norm(self, value: Node, scale: Node, inverse: bool) -> Norm:
         # Cheap refusal first: this runs on every product of the graph.
@@ -105,6 +107,9 @@ class _Matcher(Reader):
                 raise Decline("eps bounds a root that is no length of the vector alone", self.out)
             op, eps = "normalize", self.least
         if op == "normalize":
+            if self.scaled:
+                raise Decline("the length of the vector is scaled before the value is divided by it",
+                              self.out)
             if not is_euclidean(self.order):
                 raise Decline(f"normalises by another norm than the Euclidean one (p={self.order})", self.out)
             # What is 0 in fp16 is 0 for a region whose result is fp16.
@@ -170,6 +175,12 @@ class _Matcher(Reader):
         word, args = self._operation(node)
         if word == "sqrt" or (word == "pow" and len(args) == 2 and args[1] == 0.5):
             return self._step(node, args[0])
+        if word in ("mul", "div") and len(args) == 2:
+            length, factor = args[::-1] if word == "mul" and self._is_scalar(args[0]) else args
+            length = self._kept(self._step(node, length))
+            if self.lens.kind(length) == "norm" and self._is_scalar(factor):
+                self.scaled, self.own_root = True, length
+                return length
         if self.lens.kind(node) == "add":
             self._decline_eps_on_std(node)
         if base_name(node) in ("clamp_", "clamp_min_"):

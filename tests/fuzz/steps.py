@@ -238,6 +238,27 @@ def library_norm(b: Builder, g: Genes) -> None:
     b.let(forms[g[1] % len(forms)], "library norm")
 
 
+@step(3)
+def l2_norm(b: Builder, g: Genes) -> None:
+    """Of a dim, by a call or written out; some only look like one."""
+    value = b.pick(g[0], rows)
+    wide, eps = (value, f"{value}.float()")[g[2] % 2], EPS[g[3] % len(EPS)]
+    dim = "1" if g[2] % 16 == 7 else "-1"
+    length = (f"{wide}.norm(dim={dim}, keepdim=True)", f"torch.norm({wide}, 2, {dim}, True)",
+              f"torch.linalg.vector_norm({wide}, dim={dim}, keepdim=True)",
+              f"{value}.float().norm(dim={dim}).unsqueeze({dim})",
+              f"{wide}.norm(1, {dim}, True)")[g[3] // 8 % 5]
+    total = (f"({wide} * {wide}).sum({dim}, keepdim=True)", f"{wide}.pow(2).sum({dim}, True)")[g[3] // 8 % 2]
+    forms = (f"F.normalize({wide}, dim={dim}, eps={eps})", f"F.normalize({wide}, dim={dim}) * 4",
+             f"{wide} / {length}.clamp_min({eps})", f"{wide} / {length}.clamp(min={eps})",
+             f"{wide} * torch.rsqrt({total} + {eps})", f"{wide} / torch.sqrt({total} + {eps})",
+             f"{wide} * (1 / {length}.clamp_min({eps}).expand_as({wide}))",
+             f"{wide} / ({length} + {eps})", f"{wide} / {length}.clamp(0.5, 2.0)")
+    y = b.let(forms[g[1] % len(forms)], "l2 norm")
+    if g[2] // 2 % 2:
+        b.let(f"{y[0]}.to({value}.dtype)", "cast")
+
+
 @step(4)
 def handwritten_norm(b: Builder, g: Genes) -> None:
     """Its steps follow at once, or each after another step (where g[3] is odd)."""

@@ -20,7 +20,7 @@ from .steps import STEPS, first
 #: each as often as it stands here; Dynamo takes twice as long as make_fx, and aot_eager three times as long
 ROUTES = ("dynamo",) * 26 + ("aten",) * 20 + ("kernel",) * 2 + ("aot_eager",) * 1
 GRADS = ("no_grad", "no_grad", "training", "grad")
-NORMS = ("library_norm", "handwritten_norm", "packed", "conditioned")
+NORMS = ("library_norm", "handwritten_norm", "l2_norm", "packed", "conditioned")
 DTYPES = ("float32", "bfloat16", "float32", "bfloat16", "float16", "float64")
 
 #: steps before the norm that every program has, and after it, at most

@@ -38,6 +38,14 @@ scalar eps
 v0: {t} = rms_norm(x, w, eps)
 out v0: {t} order(0, 1, 2)"""
 
+# What F.normalize is, and x * rsqrt(sum(x * x) + eps).
+L2_NORM = """\
+space [*, *, {D}]
+in x: {t}[*, *, {D}]
+scalar eps
+v0: {t} = {op}(x, none, eps)
+out v0: {t} order(0, 1, 2)"""
+
 # A residual before the norm; the sum is written too, for its other readers.
 ADD_NORM = """\
 space [*, *, {D}]
@@ -137,6 +145,40 @@ def test_rms_norm(lane, dtype, mean, device):
     (ours,) = run(RMS_NORM, [x, w])
     exact = F.rms_norm(x.double(), (lane,), w.double(), EPS)
     assert_within_bound(ours, F.rms_norm(x, (lane,), w, EPS), exact)
+
+
+@DTYPES
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("eps", [1e-12, 0.5])
+def test_normalize(lane, dtype, eps, device):
+    """Rows of zeros (NaN in fp16, where 1e-12 is 0), below eps and not finite are as eager has them here."""
+    x = packed(lane, dtype, device)
+    x[0], x[1], x[2, :, -1], x[3, :, 0] = 0, x[1] * 1e-2, float("nan"), float("inf")
+    (ours,) = run(L2_NORM.replace("{op}", "normalize"), [x], (eps,))
+    assert_within_bound(ours, F.normalize(x, dim=-1, eps=eps), F.normalize(x.double(), dim=-1, eps=eps))
+
+
+@DTYPES
+@pytest.mark.parametrize("lane", LANES)
+def test_l2_norm(lane, dtype, device):
+    x = packed(lane, dtype, device)
+    x[0], x[1], x[2, :, -1], x[3, :, 0] = 0, x[1] * 1e-3, float("nan"), float("inf")
+    (ours,) = run(L2_NORM.replace("{op}", "l2_norm"), [x], (1e-6,))
+
+    def eager(x):
+        return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+    assert_within_bound(ours, eager(x.float()).to(dtype), eager(x.double()))
+
+
+@DTYPES
+@pytest.mark.parametrize("scale", [1e-30, 1e20])
+def test_lengths_whose_squares_are_out_of_range(dtype, scale, device):
+    """As eager has them here: squares that are 0, and that are infinite."""
+    x = torch.randn(64, 2, 96, device=device).mul(scale).to(dtype)
+    (ours,) = run(L2_NORM.replace("{op}", "normalize"), [x], (1e-12,))
+    eager = F.normalize(x, dim=-1)
+    torch.testing.assert_close(ours, eager, rtol=2 * torch.finfo(dtype).eps, atol=0, equal_nan=True)
 
 
 @DTYPES

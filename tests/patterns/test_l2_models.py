@@ -128,7 +128,13 @@ class CosineAttention(nn.Module):
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_lucidrains(dtype, dynamic):
     x = torch.randn(2, 7, C).to(dtype)
-    check_reasons(shake(RMSNorm(C), dtype), x, dynamic=dynamic)
+    report = check_reasons(shake(RMSNorm(C), dtype), x, dynamic=dynamic)
+    if not dynamic:  # F.normalize reads x twice; two products read and write what is between
+        size, gamma = x.numel() * x.element_size(), C * x.element_size()
+        site = report.sites[0]
+        assert (site.bytes_before, site.bytes_after) == (7 * size + gamma, 2 * size + gamma)
+        assert site.kernels_removed == ("normalize", "mul", "mul")
+        assert not site.hidden_kernels  # nothing is known of what CANN launches for it
     report = check_reasons(shake(CosineAttention(), dtype), x, fused=2, dynamic=dynamic)
     assert [site.pattern for site in report.sites] == ["normalize -> scale"] * 2
     assert all("one launch with" in site.note for site in report.sites)
@@ -194,6 +200,13 @@ class Detector(nn.Module):
 def test_embeddings():
     check_reasons(shake(Embeddings(), torch.float32), torch.randn(3, C), torch.randn(5, C), fused=2)
     check_reasons(Detector(), torch.randn(3, C), fused=0, declined=("added to the length",))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_feed_forward_block_is_one_chain(grad):
+    model = nn.Sequential(RMSNorm(C), nn.Linear(C, 2 * C), nn.GELU(), nn.Linear(2 * C, C))
+    report = check_reasons(shake(model, torch.float32), torch.randn(2, 7, C, requires_grad=grad), grad=grad)
+    assert report.sites[0].chain == "linear -> gelu -> linear"
 
 
 @pytest.mark.parametrize("model", [RMSNorm(C), CosineAttention()], ids=["norm", "attention"])

@@ -28,9 +28,10 @@ from spellings import (
     assert_nearly_all_fused,
 )
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from ascend_ln_fuse import last_reports
+from ascend_ln_fuse import last_reports, npugraph_ex_pass
 
 COUNT = 560
 
@@ -255,8 +256,14 @@ def in_place(x, dtype=torch.float16):
     return h.div_(h.float().norm(dim=-1, keepdim=True).clamp_min(1e-12))
 
 
+def lucidrains(x):
+    """RMSNorm of older repositories."""
+    n = torch.norm(x, dim=-1, keepdim=True) * 16 ** -0.5
+    return x / n.clamp(min=1e-8)
+
+
 ORDER, ADDED, SQUARED = "another norm than the Euclidean", "added to the length", "bounds the squares"
-BOUNDED, ELSEWHERE, IN_PLACE = "bounds a root", "read elsewhere", "in place"
+BOUNDED, SCALED, ELSEWHERE, IN_PLACE = "bounds a root", "scaled before", "read elsewhere", "in place"
 
 LEARNED = torch.tensor(4.0, requires_grad=True)
 
@@ -290,6 +297,13 @@ LOOK_ALIKES = {
     "clamped on both sides": (lambda x: x / length(x).clamp(1.0, 4.0), None),
     "clamped in place": (lambda x: x / length(x).clamp_(min=4.0), IN_PLACE),
     "clamped in place, min": (lambda x: x / length(x).clamp_min_(4.0), IN_PLACE),
+    "scaled": (lambda x: x / (0.25 * length(x)), SCALED),
+    "scaled, / sqrt(D)": (lambda x: x / (length(x) / 4.0), SCALED),
+    "scaled and clamped": (lucidrains, SCALED),
+    "scaled, eps added": (lambda x: x / (length(x) * 16**-0.5 + 1e-8), ADDED),
+    "scaled, of another value": (lambda x: x.flip(0) / (length(x) * 0.25), None),
+    "a scaled root": (lambda x: x / (total(x).sqrt() * 0.25), None),
+    "divided by": (lambda x: x / (2.0 / length(x)), None),
     "squared": (lambda x: x / length(x)**2, None),
     "no root": (lambda x: x / (total(x) + 1e-6), None),
     "no square": (lambda x: x * torch.rsqrt(x.exp().sum(-1, keepdim=True)), None),
@@ -339,6 +353,22 @@ def test_the_length_of_a_centred_value_is_an_l2_norm_of_that():
 
     report = check_reasons(Of(centred), torch.randn(4, 16, 16))
     assert "normalize" in report.sites[0].region
+
+
+@pytest.mark.parametrize("eager", [
+    lambda x: F.normalize(x, dim=-1), lambda x: F.normalize(x.float(), dim=-1).to(x.dtype),
+    lambda x: x / length(x).clamp(min=1e-6), lambda x: x / torch.linalg.norm(x, dim=-1, keepdim=True),
+    lambda x: x * torch.rsqrt(total(x) + 1e-6), lambda x: x / torch.sqrt(x.pow(2).sum(-1, True) + 1e-6)],
+    ids=["F.normalize", "cast", "clamp", "linalg.norm", "sum", "root of the sum"])
+def test_aten_graphs(eager):
+    """linalg_vector_norm, clamp_min, expand and div are one norm."""
+    x = torch.randn(3, 5, 16).bfloat16()
+    graph = make_fx(eager, tracing_mode="fake")(x)
+    npugraph_ex_pass(graph, [x], None)
+    assert [site.status for site in last_reports()[-1].sites] == ["fused"]
+    calls = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    assert calls[0] is torch.ops.ascend_ln_fuse.region.default
+    torch.testing.assert_close(graph(x), eager(x), rtol=2**-6, atol=0)
 
 
 def extreme(dtype):
