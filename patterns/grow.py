@@ -19,7 +19,7 @@ from ..heads import Heads, heads_below
 from ..kernels.reference import DTYPE_WORDS
 from ..kinds import REGROUPING_VIEWS, STRIDE_FREE_VIEWS
 from ..site import NUMBERS, Composite, Decline, Norm, pointwise_args, pointwise_word
-from .rotary import ELEMENTWISE, rotations
+from .rotary import ELEMENTWISE, MAX_LANE, rotations
 from .written_rotary import written_below
 
 #: full-size operands that one kernel may read: more would not fit on chip together
@@ -389,7 +389,7 @@ class Grower:
     def _sees_heads(self, node: Node) -> bool:
         """Whether the site may see the lane of `node` as heads from here on."""
         return self._rotates() and not self.stored and len(self.norms) == 1 and \
-            same_shape(self.lens.tensor(node).shape, self.space)
+            self.norms[0].lane <= MAX_LANE and same_shape(self.lens.tensor(node).shape, self.space)
 
     def _down_heads(self, heads: Heads, node: Node, twins: list[Node]) -> list[Node]:
         """Go on below views that make heads of the lane, where a rotary embedding is: what is only pointwise

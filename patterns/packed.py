@@ -38,15 +38,15 @@ def join_packed(lens: Lens, taken: Taken) -> None:
 
 def _key(lens: Lens, site: Site) -> tuple:
     norm = site.norms[0]
-    common = _tables(site) or norm.value if site.heads else _packed(lens, norm.value)
-    return norm.op, norm.shape, norm.dtype, lens.segment[norm.out], common
+    heads = tuple(each.key for each in site.heads)
+    return (norm.op, norm.shape, norm.dtype, lens.segment[norm.out], heads,
+            _tables(site) or _packed(lens, norm.value))
 
 
 def _tables(site: Site) -> tuple:
-    """What all heads of `site` read, and how it sees them; empty where it reads no such thing."""
-    tables = [(node, *(step.key for step in steps))
-              for x, (node, steps) in zip(site.region.inputs, site.inputs) if site.region.is_shared(x)]
-    return (*tables, site.heads[0].key) if tables else ()
+    """What `site` reads that is the same for all heads."""
+    return tuple((node, *(step.key for step in steps))
+                 for x, (node, steps) in zip(site.region.inputs, site.inputs) if site.region.is_shared(x))
 
 
 def _packed(lens: Lens, node: Node):

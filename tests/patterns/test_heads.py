@@ -26,6 +26,8 @@ from torch import nn
 
 from ascend_ln_fuse import last_reports
 
+grow = sys.modules["ascend_ln_fuse.patterns.grow"]  # the package has a function of that name
+
 #: `[B, L, H * D]` -> heads
 
 
@@ -441,8 +443,13 @@ def test_heads_of_odd_size():
     apart(Odd(lane=15), torch.randn(B, L, H * 15), torch.randn(15), torch.randn(15))
 
 
+def test_a_lane_that_no_tile_holds(monkeypatch):
+    monkeypatch.setattr(grow, "MAX_LANE", H * D - 1)
+    apart(Model(), *inputs())
+
+
 def test_not_on_devices_that_permute_element_by_element(monkeypatch):
-    monkeypatch.setattr(sys.modules["ascend_ln_fuse.patterns.grow"], "ELEMENTWISE", {"cpu"})
+    monkeypatch.setattr(grow, "ELEMENTWISE", {"cpu"})
     for form in (plain, wan):
         torch._dynamo.reset()
         apart(Model(form=form), *inputs())
