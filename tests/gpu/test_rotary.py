@@ -150,7 +150,7 @@ out z: {dt} order(0, 1, 2)
 out u: {dt} order(1, 0, 2)"""
 
 
-@pytest.mark.parametrize("heads, head", [(12, 128), (40, 128), (24, 64), (16, 16), (3, 6), (5, 80), (12, 96),
+@pytest.mark.parametrize("heads, head", [(12, 128), (40, 128), (24, 64), (16, 16), (3, 12), (5, 80), (12, 96),
                                          (2, 2), (63, 128)])
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
 @pytest.mark.parametrize("op", LANE_OPS)
