@@ -1,6 +1,6 @@
 """A norm over all heads of q, then the rotary embedding of each: one kernel, however models see the heads."""
 
-import sys
+from importlib import import_module
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ from torch import nn
 
 from ascend_ln_fuse import last_reports
 
-grow = sys.modules["ascend_ln_fuse.patterns.grow"]  # the package has a function of that name
+grow = import_module("ascend_ln_fuse.patterns.grow")  # the package has a function of that name
 
 #: `[B, L, H * D]` -> heads
 
