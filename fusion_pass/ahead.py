@@ -14,7 +14,7 @@ from .kernels.launch import runs_reference
 from .kernels.likeness import Likeness
 from .kernels.ops import runner
 from .select import Taken
-from .site import replay
+from .views import replay
 
 
 def begin_kernels(lens: Lens, taken: Taken, self_check: str) -> None:

@@ -11,7 +11,8 @@ from torch.fx import Node
 from .graph import Lens
 from .kernels.joined import Cat, Joined, Launch
 from .kernels.region import dense_strides
-from .site import Norm, Site, Step
+from .site import Norm, Site
+from .views import Step
 
 
 @dataclass(frozen=True)

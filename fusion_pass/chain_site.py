@@ -14,7 +14,8 @@ from torch.fx import Node
 from .graph import Lens, same, same_shape
 from .kernels.chain import Chain, RegionStage
 from .kernels.chain_products import LinearStage, Part, PatchStage, Ref, ScoreStage
-from .site import Decline, Norm, Site, Step, replay
+from .site import Decline, Norm, Site
+from .views import Step, replay
 
 #: A tensor of the graph, and the views that are taken of it.
 Operand = tuple[Node, tuple[Step, ...]]

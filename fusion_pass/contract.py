@@ -13,7 +13,8 @@ from .graph import Lens, hint, same, same_shape
 from .kernels.layout import MAX_DIMS, Unsupported, layout
 from .kernels.reference import TORCH_DTYPES
 from .kernels.region import NORMS, broadcast_sizes, dense_strides
-from .site import Decline, Norm, Site, Step, replay
+from .site import Decline, Norm, Site
+from .views import Step, replay
 
 
 class ContractError(AssertionError):
@@ -97,7 +98,8 @@ def check_contract(lens: Lens, site: Site) -> None:
         strides = dense_strides(sizes, out.order)
         fake = replay(_empty(value, sizes, strides), finish) if finish else None
         shape = sizes if fake is None else fake.shape
-        order = range(value.dim()) if finish else out.order
+        order = site.heads[0].memory_order(out.order) if site.heads else \
+            range(value.dim()) if finish else out.order
         # Sizes that are proven equal may be written differently, and strides with them: the wanted
         # strides are compared with those that the wanted sizes give.
         if not same_shape(shape, value.shape) or \

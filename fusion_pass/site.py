@@ -7,19 +7,20 @@ the nodes grown round it into a `Site`; it raises `Decline` where no region says
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from .effects import value_of
 from .graph import Lens, hint, same, same_shape
+from .heads import Heads
 from .kernels.pointwise import POINTWISE
 from .kernels.reference import DTYPE_WORDS
 from .kernels.region import Line, NormRegion, Operand, Output, dense_strides
 from .kinds import REGROUPING_VIEWS, STRIDE_FREE_VIEWS
 from .updates import without_inplace
+from .views import Step, replay
 
 #: what a node must yield to be a run-time scalar of a region
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
@@ -31,43 +32,6 @@ class Decline(Exception):
     def __init__(self, reason: str, node: Node | None = None):
         super().__init__(reason)
         self.reason, self.node = reason, node
-
-
-@dataclass(frozen=True, eq=False)
-class Step:
-    """A view to take of a tensor: a node's call without its first argument.
-
-    Compared by identity: arguments may hold slices, which Python before 3.12 cannot hash."""
-
-    op: str
-    target: object
-    args: tuple
-    kwargs: tuple
-
-    @classmethod
-    def of(cls, node: Node) -> Step:
-        return cls(node.op, node.target, tuple(node.args[1:]), tuple(node.kwargs.items()))
-
-    @property
-    def key(self) -> tuple:
-        """Equal for equal views. (Slices and lists cannot be hashed, but print exactly.)"""
-        return self.op, self.target, repr(self.args), repr(self.kwargs)
-
-    @classmethod
-    def method(cls, name: str, *args) -> Step:
-        return cls("call_method", name, args, ())
-
-    def insert(self, graph: Graph, node: Node, lookup) -> Node:
-        """The node in `graph` that takes this view of `node`."""
-        args, kwargs = torch.fx.node.map_arg((self.args, dict(self.kwargs)), lookup)
-        return graph.create_node(self.op, self.target, (node, *args), kwargs)
-
-    def run(self, value):
-        """The view of a fake tensor (or tuple); no guard is kept of it."""
-        args, kwargs = torch.fx.node.map_arg((self.args, dict(self.kwargs)), value_of)
-        if self.op == "call_method":
-            return getattr(value, self.target)(*args, **kwargs)
-        return self.target(value, *args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -149,6 +113,8 @@ class Site:
     parts: tuple[Site, ...] = field(default=(), repr=False)
     #: what of `interior` is a term
     composites: tuple[Composite, ...] = field(default=(), repr=False)
+    #: for each norm, the heads as which what is below it sees its lane; empty where none does
+    heads: tuple[Heads, ...] = field(default=(), repr=False)
 
     @property
     def anchor(self) -> Node:
@@ -203,14 +169,17 @@ class Assembler:
     """Writes the region of a set of nodes (see `assemble`)."""
 
     def __init__(self, lens: Lens, norms: Sequence[Norm], interior: frozenset[Node],
-                 result: Node, regroup: Node | None, composites: Sequence[Composite], expands: bool):
+                 result: Node, regroup: Node | None, composites: Sequence[Composite], expands: bool,
+                 heads: Sequence[Heads]):
         self.expands = expands
+        self.heads = heads[0] if heads else None
+        self.whole = {each.view: each.source for each in heads}
         self.lens, self.interior, self.regroup = lens, interior, regroup
         self.composites = {composite.out: composite for composite in composites}
         self.norms = {norm.out: norm for norm in norms if norm.op}
         first = norms[0]
         self.normal_shape = first.shape
-        value = lens.tensor(result if regroup is None else regroup.args[0])
+        value = lens.tensor(heads[0].source if heads else result if regroup is None else regroup.args[0])
         self.device = value.device
         self.segment = lens.segment[result]
         self.flat = len(first.shape)
@@ -230,6 +199,17 @@ class Assembler:
         self.steps: dict = {}
         self.dtypes: dict[str, str] = {}
 
+    def output(self, node: Node) -> tuple[str, torch.Tensor]:
+        """The name of the output `node`, and its fake in the shape of the space."""
+        heads, fake = self.heads, self.lens.tensor(node)
+        if heads is None:
+            return self.emit(node), replay(fake, self.to_end)
+        if not same_shape(fake.shape, self.lens.tensor(heads.view).shape):
+            raise Decline("outputs of different shapes", node)
+        if not heads.is_run(replay(fake, heads.apart)):
+            raise Decline(f"the result's strides {tuple(fake.stride())} are not dense", node)
+        return self.emit(node, heads.joined), replay(fake, heads.joined)
+
     def emit(self, node: Node, steps: tuple[Step, ...] = ()) -> str:
         """The name of the value of `node` after `steps`."""
         key = (node, steps)
@@ -243,6 +223,8 @@ class Assembler:
         if node not in self.interior:
             return self._operand(node, steps)
         lens = self.lens
+        if node in self.whole and steps == self.heads.joined:
+            return self.emit(self.whole[node])
         if node in self.composites:
             return self._term(self.composites[node].term, steps, node)
         if node is self.regroup:
@@ -280,6 +262,8 @@ class Assembler:
             if fake is not None:
                 if not steps or same_shape(fake.shape, self.lens.tensor(node).shape):
                     return self.emit(arg, steps)
+                if self.heads is not None and steps == self.heads.joined:
+                    return self.emit(arg, self._steps_above(fake))
                 shape = self.lens.tensor(node).shape
                 if self.expands and fake.dim() > 1 and all(isinstance(n, int) for n in shape):
                     step = self.steps.setdefault((arg, tuple(shape)), Step.method("expand", *shape))
@@ -294,6 +278,14 @@ class Assembler:
         if isinstance(arg, bool) or not isinstance(arg, (int, float)):
             raise Decline(f"argument {arg!r} is no number", node)
         return float(arg)
+
+    def _steps_above(self, fake: torch.Tensor) -> tuple[Step, ...]:
+        """The views by which an operand that broadcasts over heads becomes one of the region."""
+        if fake.dim() < 2:
+            return ()
+        steps = self.heads.shared if self.heads.has_one(fake) else self.heads.joined
+        widen = len(self.heads.order) - fake.dim()
+        return (*self.steps.setdefault(widen, (Step.method("unsqueeze", 0),) * widen), *steps)
 
     def _below(self, node: Node) -> bool:
         """Whether a pointwise node computes with a norm's result."""
@@ -347,6 +339,9 @@ class Assembler:
             # Eager takes the view of the cast result. The backward of a split is a `cat`, which autocast
             # refuses for a half-precision dtype that is not its own.
             raise Decline("a view above a cast, of a dtype that autocast does not know", node)
+        if self.heads is not None and steps[-1:] == self.heads.joined[-1:] and \
+                not self.heads.is_run(replay(fake, steps[:-1])):
+            raise Decline("an operand does not have the normalised dims", node)
         fake = replay(fake, steps)
         if self.to_end and fake.dim():
             widen = tuple(Step.method("unsqueeze", 0) for _ in range(self.rank - fake.dim()))
@@ -409,8 +404,11 @@ class Assembler:
         rank = len(self.space)
         if fake.dim() > rank:
             raise Decline(f"an operand of {fake.dim()} dims in a space of {rank}", node)
+        lane = self.space[-1]
+        if self.heads is not None and fake.dim() and same(fake.shape[-1], self.heads.size):
+            lane = self.heads.size
         dims: list = []
-        for size, space in zip(fake.shape, self.space[rank - fake.dim():]):
+        for size, space in zip(fake.shape, (*self.space[:-1], lane)[rank - fake.dim():]):
             if same(size, space):
                 dims.append("*")
             elif same(size, 1):
@@ -419,7 +417,7 @@ class Assembler:
                 raise Decline(f"an operand of shape {tuple(fake.shape)} does not broadcast to "
                               f"{tuple(self.space)}", node)
         if dims:
-            dims[-1] = self.space[-1] if same(fake.shape[-1], self.space[-1]) else 1
+            dims[-1] = lane if same(fake.shape[-1], lane) else 1
         return tuple(dims)
 
 
@@ -428,18 +426,6 @@ def _foreign_to_autocast(fake: torch.Tensor) -> bool:
     kind = fake.device.type
     return fake.dtype in (torch.bfloat16, torch.float16) and kind != "meta" and \
         torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != fake.dtype
-
-
-def replay(fake: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:
-    """`fake` seen through `steps`. Guards are suppressed: the steps are views that exist on any
-    strides, so nothing is decided by the sizes seen here."""
-    if not steps:
-        return fake
-    mode = fake.fake_mode
-    with mode, mode.shape_env.suppress_guards() if mode.shape_env else nullcontext():
-        for step in steps:
-            fake = step.run(fake)
-    return fake
 
 
 def layout_order(node: Node, fake: torch.Tensor) -> tuple[int, ...]:
@@ -458,30 +444,33 @@ def layout_order(node: Node, fake: torch.Tensor) -> tuple[int, ...]:
 
 def assemble(lens: Lens, pattern: str, norms: Sequence[Norm], interior: frozenset[Node],
              outputs: Sequence[Node], regroup: Node | None = None,
-             composites: Sequence[Composite] = (), expands: bool = False) -> Site:
+             composites: Sequence[Composite] = (), expands: bool = False,
+             heads: Sequence[Heads] = ()) -> Site:
     """The site that replaces `interior` and yields `outputs` (nodes of it).
 
     `regroup` is a reshape inside, above the norm: the region works on the shape before it, and the
     reshape is done on the (contiguous) results instead. `composites` are the terms inside. `expands`:
     where a view is taken of a broadcast operand, it is taken of the operand expanded, if sizes are static.
+    `heads`: of each norm, where `outputs` are in the shape of their views.
 
     Raises:
         Decline: where the nodes have no exact region, with the node that is in the way.
     """
-    builder = Assembler(lens, norms, interior, outputs[0], regroup, composites, expands)
+    builder = Assembler(lens, norms, interior, outputs[0], regroup, composites, expands, heads)
     written = []
     finish: tuple[Step, ...] = ()
     if regroup is not None:
         finish = (Step.of(regroup),)
+    elif heads:
+        finish = heads[0].finish
     elif builder.to_end:
         finish = (Step.method("movedim", -1, norms[0].axis),)
     elif builder.flat > 1:
         finish = (Step.method("unflatten", -1, tuple(norms[0].shape)),)
     for node in outputs:
-        name = builder.emit(node)
-        fake = replay(lens.tensor(node), builder.to_end)
+        name, fake = builder.output(node)
         order = layout_order(node, fake)
-        if finish and not builder.to_end:
+        if finish and not builder.to_end and not heads:
             if order != tuple(range(fake.dim())):
                 raise Decline("the result is not contiguous after a reshape", node)
             order = tuple(range(len(builder.space)))
@@ -493,7 +482,8 @@ def assemble(lens: Lens, pattern: str, norms: Sequence[Norm], interior: frozense
     if norms[0].lane == 0:
         raise Decline("the normalised size is 0", norms[0].out)
     region = NormRegion(norms[0].lane, len(builder.space), tuple(builder.operands),
-                        tuple(builder.scalar_names), tuple(builder.lines), tuple(written))
+                        tuple(builder.scalar_names), tuple(builder.lines), tuple(written),
+                        heads[0].count if heads else 1)
     return Site(pattern, tuple(norms), interior, region, tuple(builder.inputs),
                 tuple(builder.scalars), tuple(outputs), finish, tuple(builder.fakes),
-                composites=tuple(composites))
+                composites=tuple(composites), heads=tuple(heads))

@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 from functools import lru_cache
 
+from .lanes import by_halves, check_moves, held, moved, places
 from .layout import Structure, Unsupported
 from .pointwise import POINTWISE
 from .region import F16_NOTHING, LANE_OPS, NORMS, Line, NormRegion
@@ -36,17 +37,13 @@ def generate(region: NormRegion, structure: Structure, tile: Tile, target: Targe
     """The kernel of `region` for tensors laid out as `structure` says.
 
     Raises:
-        Unsupported: the target lacks a dtype, a norm is taken of a value without a lane, or the lane
-            is permuted where it cannot be.
+        Unsupported: the target lacks a dtype, a norm is taken of a value without a lane, or elements move
+            along the lane where they cannot.
     """
     words = set(region.dtype_of.values())
     if lacking := sorted(words - set(target.dtypes)):
         raise Unsupported(f"{target.name} does not compute in {', '.join(lacking)}")
-    if permuted := sorted({line.op for line in region.body} & set(LANE_OPS)):
-        if not target.permutes:
-            raise Unsupported(f"{', '.join(permuted)}: {target.name} permutes a lane element by element")
-        if tile.cols < region.lane:
-            raise Unsupported(f"{', '.join(permuted)} of {region.lane} columns, which no tile holds")
+    check_moves(region, tile, target)
     if structure.wide and tile.rows > 1:
         raise ValueError("offsets of a tile need 64 bits: one row a tile")
     return Generator(region, structure, tile, target).kernel()
@@ -67,7 +64,7 @@ class Generator:
         self.rows, self.cols, self.lane = 1 if single else tile.rows, tile.cols, region.lane
         self.compute = region.compute
         self.tl_compute = TL_TYPES[self.compute]
-        self.in_memory = self.cols >= self.lane
+        self.in_memory = held(region, self.cols)
         self.padded = self.lane % self.cols != 0
         self.lines: list[str] = []
         self.indent = 1
@@ -87,9 +84,8 @@ class Generator:
         self.hints = False
         #: Every result is rounded to half precision.
         self.half = all(out.dtype in ("bf16", "f16") for out in region.outputs)
-        #: Padded columns stand behind each half of the lane instead of behind all of it, so that
-        #: rotate_half swaps halves of the tile.
-        self.by_halves = self.padded and any(line.op == "rotate_half" for line in region.body)
+        #: inputs of which all heads of the lane read the same elements
+        self.shared = {x.name for x in region.inputs if region.is_shared(x)}
 
     # -- the whole kernel ----------------------------------------------------------------------
 
@@ -164,15 +160,15 @@ class Generator:
             self.put(f"for C0 in range(0, {self.lane}, {self.cols}):")
             self.indent += 1
             first = "C0 + "
-        if self.by_halves:
-            half, room = self.lane // 2, self.cols // 2
-            self.put(f"PLACE = tl.arange(0, {self.cols})[None, :]")
-            self.put(f"COL = PLACE // {room} * {half} + PLACE % {room}")
-            self.put(f"COL_IN = PLACE % {room} < {half}")
-            return
-        self.put(f"COL = {first}tl.arange(0, {self.cols})[None, :]")
-        if self.padded:
-            self.put(f"COL_IN = COL < {self.lane}")
+        if by_halves(self.region):
+            for line in places(self.region, self.cols):
+                self.put(line)
+        else:
+            self.put(f"COL = {first}tl.arange(0, {self.cols})[None, :]")
+            if self.padded:
+                self.put(f"COL_IN = COL < {self.lane}")
+        if self.shared:
+            self.put(f"IN_HEAD = COL % {self.region.head}")
 
     def _decode(self) -> None:
         """From the tile's index to an index per outer dim, and to every operand's address."""
@@ -267,7 +263,9 @@ class Generator:
             step = f"S_{tag}_{self.structure.blocked}.to(tl.int32)"
             parts.append(f"ROW * ({step} * {operand.unit})" if operand.unit > 1 else f"ROW * {step}")
         if operand.lane:
-            parts.append("COL" if moves or not rows else f"tl.broadcast_to(COL, ({self.rows}, {self.cols}))")
+            column = "IN_HEAD" if tag in self.shared else "COL"
+            parts.append(column if moves or not rows else
+                         f"tl.broadcast_to({column}, ({self.rows}, {self.cols}))")
         return f"{base} + ({' + '.join(parts)})" if parts else base
 
     def _mask(self, rows: bool, lane: bool) -> list[str]:
@@ -328,34 +326,21 @@ class Generator:
         if line.op in NORMS:
             text = self._norm(line)
         elif line.op in LANE_OPS:
-            text = self._permuted(line)
+            text = self._moved(line)
         else:
             words = [self._word(arg) for arg in line.args]
             self.put(f"# {line}")
             text = words[0] if line.op == "cast" else POINTWISE[line.op].triton.format(*words)
         self.put(f"{value.var} = {self._rounded(text, line)}")
 
-    def _permuted(self, line: Line) -> str:
-        """A lane op: the two halves (or the two of every pair) of the tile change places, or one of the two
-        takes both."""
-        name, x = line.name, self._value(line.args[0])
-        rows, room = self.rows if x.rows else 1, self.cols // 2
+    def _moved(self, line: Line) -> str:
+        x = self._value(line.args[0])
+        rows = self.rows if x.rows else 1
         self.put(f"# {line}")
-        text = x.var if x.lane else f"tl.broadcast_to({x.var}, ({rows}, {self.cols}))"
-        if line.op == "rotate_half":
-            text = f"tl.permute(tl.reshape({text}, ({rows}, 2, {room})), (0, 2, 1))"
-        else:
-            if self.by_halves and self.lane % 4:
-                raise Unsupported(f"pairs and halves of {self.lane} columns in one kernel")
-            text = f"tl.reshape({text}, ({rows}, {room}, 2))"
-        self.put(f"FIRST_{name}, SECOND_{name} = tl.split({text})")
-        first, second = f"FIRST_{name}", f"SECOND_{name}"
-        # Times -1: Triton's -x is 0 - x, which loses the sign of a zero.
-        text = "tl.join({}, {})".format(*{"repeat_even": (first, first), "repeat_odd": (second, second)}.get(
-            line.op, (f"{second} * -1.0", first)))
-        if line.op == "rotate_half":
-            text = f"tl.permute({text}, (0, 2, 1))"
-        return f"tl.reshape({text}, ({rows}, {self.cols}))"
+        tile = x.var if x.lane else f"tl.broadcast_to({x.var}, ({rows}, {self.cols}))"
+        statement, text = moved(self.region, line, tile, rows, self.cols)
+        self.put(statement)
+        return text
 
     def _rounded(self, text: str, line: Line) -> str:
         """`text`, rounded to the line's dtype and widened again, where that is not the identity."""

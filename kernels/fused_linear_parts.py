@@ -184,4 +184,5 @@ def distinct(region: NormRegion, taken: set[str]) -> NormRegion:
         tuple(Operand(names[x.name], x.dtype, x.dims) for x in region.inputs),
         tuple(names[x] for x in region.scalars),
         tuple(Line(names[x.name], x.dtype, x.op, tuple(map(renamed, x.args))) for x in region.body),
-        tuple(Output(names[x.value], x.dtype, x.order) for x in region.outputs))
+        tuple(Output(names[x.value], x.dtype, x.order) for x in region.outputs),
+        region.heads)

@@ -40,7 +40,8 @@ class OperandStructure:
 
     Attributes:
         moving: per outer dim, whether the operand's stride is not 0.
-        lane: whether it has a value per lane element (lane stride 1), or one for all (stride 0).
+        lane: whether it has a value per lane element (lane stride 1), or one for all (stride 0). An operand
+            that all heads read (`NormRegion.is_shared`) has one per element of a head.
         unit: power of two, in elements, that divides D and every stride; strides are passed in units,
             so that the compiler can prove the alignment of a row.
     """
@@ -135,13 +136,15 @@ def layout(region: NormRegion, shapes: Sequence[Sequence[int]],
             raise Unsupported(f"lane stride of output {out.value} is {stride[-1]}, not 1")
         rows.append([*(s if n > 1 else 0 for s, n in zip(stride[:-1], space)), 1])
     lanes = [row[-1] for row in rows]
+    lengths = [region.head if region.is_shared(x) else region.lane for x in region.inputs]
+    lengths += [region.lane] * len(region.outputs)
     dims = [[space[d], [row[d] for row in rows]] for d in range(region.outer) if space[d] != 1]
     dims = _sorted(_merged(dims), lanes)
     if not dims:
         # One row: as if it stood among others, so that it is read, and reduced, as it would be there.
         whole = [region.rank > 1 and len(x.dims) == region.rank and 1 not in x.dims[:-1]
                  for x in region.inputs] + [region.rank > 1] * len(region.outputs)
-        dims = [[1, [region.lane * (w and bool(lane)) for w, lane in zip(whole, lanes)]]]
+        dims = [[1, [length * (w and bool(lane)) for w, lane, length in zip(whole, lanes, lengths)]]]
     if len(dims) > MAX_DIMS:
         raise Unsupported(f"{len(dims)} outer dims are left after merging, at most {MAX_DIMS} are served")
     sizes = tuple(size for size, _ in dims)
@@ -152,8 +155,8 @@ def layout(region: NormRegion, shapes: Sequence[Sequence[int]],
     dtypes = [x.dtype for x in region.inputs] + [x.dtype for x in region.outputs]
     operands = tuple(
         OperandStructure(tuple(s != 0 for s in column), bool(lane),
-                         _unit((region.lane, *column), DTYPES[dtype]) if units else 1)
-        for column, lane, dtype in zip(by_operand, lanes, dtypes)
+                         _unit((length, *column), DTYPES[dtype]) if units else 1)
+        for column, lane, length, dtype in zip(by_operand, lanes, lengths, dtypes)
     )
     reach = max(column[blocked] for column in by_operand) * MAX_ROWS + region.lane
     return Layout(space, sizes, by_operand,
@@ -167,8 +170,8 @@ def _padded(region, operand, shape, stride, space) -> list[int]:
     shift = region.rank - len(operand.dims)
     row = [0] * region.rank
     for i, (dim, size) in enumerate(zip(operand.dims, shape)):
-        want = space[shift + i]
-        is_lane = shift + i == region.outer and dim == region.lane
+        is_lane = shift + i == region.outer and dim in (region.lane, region.head)
+        want = dim if is_lane else space[shift + i]
         if size != want and (size != 1 or is_lane):
             raise ValueError(f"{operand}: dim {i} is {size}, expected {want} (shape {tuple(shape)})")
         if size == want and want != 1:

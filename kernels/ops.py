@@ -76,7 +76,8 @@ class _Region(torch.autograd.Function):
         ctx.region, ctx.scalars = region, scalars
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
-        return run(inputs, scalars)
+        # The reference may yield a view of what it computed, which autograd would forbid to write.
+        return tuple([x.data if x._is_view() else x for x in run(inputs, scalars)])
 
     @staticmethod
     def backward(ctx, *grads):

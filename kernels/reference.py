@@ -100,26 +100,34 @@ def program(region: NormRegion) -> Callable:
     callers that keep it. Written out as source so that a call costs little more than its torch ops."""
     names = [_variable(x.name) for x in region.inputs]
     scope: dict = {"torch": torch, "layer_norm": _layer_norm, "rms_norm": F.rms_norm, "normalize": _normalize,
-                   "l2_norm": _l2_norm, "REGION": region, "LANE": (region.lane,), "laid_out": _laid_out,
+                   "l2_norm": _l2_norm, "REGION": region, "LANE": (region.lane,),
+                   "HEADS": (region.heads, region.head), "laid_out": _laid_out, "one_lane": _one_lane,
                    "broadcast_sizes": broadcast_sizes, **_LANE_FUNCTIONS,
                    **{word.upper(): dtype for word, dtype in TORCH_DTYPES.items()}}
     lines = [f"def run({', '.join((*names, *map(_variable, region.scalars)))}):"]
-    for line in region.body:
-        lines += [f"    {text}" for text in _statements(region, line, scope)]
     full = [_variable(x.name) for x in region.inputs if x.dims == ("*",) * region.outer + (region.lane,)]
     sizes = f"{full[0]}.shape" if full else \
         f"broadcast_sizes(REGION, ({' '.join(f'{n}.shape,' for n in names)}))"
     lines.append(f"    SIZES = {sizes}")
+    if region.heads > 1:
+        # A dim for the heads, along which what they share broadcasts; norms and outputs are without it.
+        lines += [f"    {name} = {name}.unflatten(-1, HEADS)" if x.dims[-1] == region.lane else
+                  f"    {name} = {name}.unsqueeze(-2)" for name, x in zip(names, region.inputs) if x.dims]
+    for line in region.body:
+        lines += [f"    {text}" for text in _statements(region, line, scope)]
     used: set[str] = set()
     for i, out in enumerate(region.outputs):
         # An output must be a tensor of its own: not an input, and not the same one twice.
         value = _variable(out.value)
         fresh = value not in used and value not in names
+        used.add(value)
+        if region.heads > 1:
+            lines.append(f"    H{i} = one_lane({value}, (*SIZES[:-1], *HEADS))")
+            value = f"H{i}"
         text = f"laid_out({value}, SIZES, {out.order}, {fresh})"
         if fresh and out.order == tuple(range(region.rank)):
             text = f"{value} if {value}.is_contiguous() and {value}.shape == SIZES else {text}"
         lines.append(f"    O{i} = {text}")
-        used.add(value)
     lines.append(f"    return {' '.join(f'O{i},' for i in range(len(region.outputs)))}")
     exec(compile("\n".join(lines), "<ascend_ln_fuse reference>", "exec"), scope)
     run = scope["run"]
@@ -146,8 +154,11 @@ def _statements(region: NormRegion, line, scope: dict) -> list[str]:
         first, *rest, eps = map(word, line.args)
         if line.args[-1] in region.dtype_of:
             eps = f"{eps}.item()"  # torch's norms want a number
+        if region.heads > 1:
+            first, *rest = (x if x == "None" else f"{x}.flatten(-2)" for x in (first, *rest))
         rest.append(eps)
-        return [f"{name} = {line.op}({first}, LANE, {', '.join(rest)})"]
+        whole = f"{line.op}({first}, LANE, {', '.join(rest)})"
+        return [f"{name} = {whole}" if region.heads == 1 else f"{name} = {whole}.unflatten(-1, HEADS)"]
     if line.op in LANE_OPS:
         return [f"{name} = {line.op}({word(line.args[0])})"]
     scope[f"op_{line.op}"] = torch_function(line.op)
@@ -179,6 +190,12 @@ def _variable(name: str) -> str:
 
 def _number(value) -> str:
     return {"inf": "float('inf')", "-inf": "float('-inf')"}.get(repr(value), repr(value))
+
+
+def _one_lane(value: torch.Tensor, sizes: tuple) -> torch.Tensor:
+    """`value`, broadcast to `sizes` of which the last two are the heads and their elements, with these in
+    one dim; a view of a value that is dense."""
+    return (value if value.shape == sizes else value.expand(sizes)).flatten(-2)
 
 
 def _laid_out(value: torch.Tensor, sizes, order: tuple[int, ...], fresh: bool) -> torch.Tensor:

@@ -28,6 +28,10 @@ operand): statistics and affine in the compute type, one rounding at the end. So
 is 0, as in torch, so that a row of zeros gives NaN. `l2_norm(x, weight, eps)` is
 `x * rsqrt(sum(x * x) + eps) * weight`. `LANE_OPS` move the elements of a value along the lane and keep its
 dtype.
+
+A lane may consist of heads, equal parts of it: `space [*, *, 12 x 128]` is a lane of 1536 elements. Norms
+are taken of all of it, `LANE_OPS` move elements within each head, and an operand may have the elements
+of one head, `in cos: f32[*, 128]`, which then all heads read.
 """
 
 from __future__ import annotations
@@ -49,7 +53,8 @@ NORMS: dict[str, int] = {"layer_norm": 4, "rms_norm": 3, "normalize": 3, "l2_nor
 #: the largest number that fp16 rounds to 0
 F16_NOTHING = 2.0**-25
 
-#: op that moves elements along the lane (D even) -> what it yields, lane by lane, for a value v of D.
+#: op that moves elements along the lane (D even; where the lane has heads: along each head, of D elements)
+#: -> what it yields, lane by lane, for a value v of D.
 LANE_OPS: dict[str, str] = {
     "rotate_half": "cat(-v[D/2:], v[:D/2])",
     "rotate_pairs": "-v[1], v[0], -v[3], v[2], ...",
@@ -72,8 +77,8 @@ class RegionError(ValueError):
 
 @dataclass(frozen=True)
 class Operand:
-    """An input. `dims` are right-aligned to the space: "*" (has the space's size), 1 (broadcast), and
-    for the last one the lane D or 1. A dim that is missing on the left is broadcast."""
+    """An input. `dims` are right-aligned to the space: "*" (has the space's size), 1 (broadcast), and for
+    the last one the lane D, one head of it, or 1. A dim that is missing on the left is broadcast."""
 
     name: str
     dtype: str
@@ -118,6 +123,7 @@ class NormRegion:
         lane: D, the normalised size, >= 0.
         rank: number of dims of the space, lane included, >= 1.
         inputs, scalars, body, outputs: the parts, in the order of the call.
+        heads: of how many equal parts the lane consists.
 
     Raises:
         RegionError: at construction, when a name is undefined or defined twice, an op unknown, an
@@ -130,11 +136,12 @@ class NormRegion:
     scalars: tuple[str, ...]
     body: tuple[Line, ...]
     outputs: tuple[Output, ...]
+    heads: int = 1
 
     def __post_init__(self) -> None:
         _check(self)
         # Regions key caches on the way of every call; hashing the whole tree costs 10 us.
-        fields = (self.lane, self.rank, self.inputs, self.scalars, self.body, self.outputs)
+        fields = (self.lane, self.rank, self.inputs, self.scalars, self.body, self.outputs, self.heads)
         object.__setattr__(self, "_hash", hash(fields))
 
     def __hash__(self) -> int:
@@ -149,6 +156,15 @@ class NormRegion:
     def outer(self) -> int:
         """Number of outer dims."""
         return self.rank - 1
+
+    @property
+    def head(self) -> int:
+        """Number of elements of one head of the lane; all of it where it has no heads."""
+        return self.lane // self.heads
+
+    def is_shared(self, operand: Operand) -> bool:
+        """Whether `operand` has the elements of one head, which all heads read."""
+        return self.heads > 1 and operand.dims[-1:] == (self.head,)
 
     @property
     def dtype_of(self) -> dict[str, str]:
@@ -171,7 +187,8 @@ class NormRegion:
 
 @lru_cache(maxsize=4096)
 def _render(region: NormRegion) -> str:
-    space = ", ".join(["*"] * region.outer + [str(region.lane)])
+    lane = str(region.lane) if region.heads == 1 else f"{region.heads} x {region.head}"
+    space = ", ".join(["*"] * region.outer + [lane])
     lines = [f"space [{space}]", *map(str, region.inputs)]
     if region.scalars:
         lines.append(f"scalar {', '.join(region.scalars)}")
@@ -185,8 +202,12 @@ def _check(region: NormRegion) -> None:
 
     if region.rank < 1 or region.lane < 0:
         fail("space", f"rank {region.rank} and lane {region.lane} describe no space")
+    if region.heads < 1 or region.lane % region.heads or (region.heads > 1 and region.head < 2):
+        fail("space", f"a lane of {region.lane} does not consist of {region.heads} heads")
     seen: dict[str, str | None] = {}
     with_lane: set[str] = set()  # values with an element per lane element
+    shared: set[str] = set()  # those of them that are the same in all heads
+    last = (region.lane, 1) if region.heads == 1 else (region.lane, region.head, 1)
 
     def define(what: object, name: str, dtype: str | None) -> None:
         if not _NAME.match(name) or name == "none":
@@ -201,12 +222,14 @@ def _check(region: NormRegion) -> None:
         define(operand, operand.name, operand.dtype)
         if len(operand.dims) > region.rank:
             fail(operand, f"has {len(operand.dims)} dims, the space {region.rank}")
-        if operand.dims and operand.dims[-1] not in (region.lane, 1):
-            fail(operand, f"last dim must be the lane {region.lane} or 1")
+        if operand.dims and operand.dims[-1] not in last:
+            fail(operand, f"last dim must be the lane {' or '.join(map(str, last))}")
         if any(d not in ("*", 1) for d in operand.dims[:-1]):
             fail(operand, "outer dims are '*' or 1")
-        if operand.dims and operand.dims[-1] == region.lane:
+        if operand.dims and operand.dims[-1] in last[:-1]:
             with_lane.add(operand.name)
+        if region.is_shared(operand):
+            shared.add(operand.name)
     for name in region.scalars:
         define(f"scalar {name}", name, None)
     for line in region.body:
@@ -228,8 +251,15 @@ def _check(region: NormRegion) -> None:
             fail(line, "only a norm may miss an operand")
         if line.op in LANE_OPS:
             _check_lane_op(region, line, seen, with_lane, fail)
-        if line.op in NORMS or any(arg in with_lane for arg in line.args):
+        lanes = with_lane.intersection(line.args)
+        if line.op in NORMS and region.heads > 1:
+            for arg in line.args[:-1]:
+                if arg is not None and (arg not in lanes or arg in shared):
+                    fail(line, f"{line.op} needs values of the whole lane, which {arg} is not")
+        if line.op in NORMS or lanes:
             with_lane.add(line.name)
+        if lanes and lanes <= shared:
+            shared.add(line.name)
         define(line, line.name, line.dtype)
     if not region.outputs:
         fail("region", "writes nothing")
@@ -242,8 +272,9 @@ def _check(region: NormRegion) -> None:
 
 def _check_lane_op(region: NormRegion, line: Line, seen, with_lane, fail) -> None:
     arg = line.args[0]
-    if region.lane % 2:
-        fail(line, f"{line.op} needs an even lane, not {region.lane}")
+    if region.head % 2:
+        what = "an even lane" if region.heads == 1 else "heads of even size"
+        fail(line, f"{line.op} needs {what}, not {region.head}")
     if arg not in with_lane:
         fail(line, f"{line.op} needs a value with a lane, which {arg} has not")
     if seen[arg] != line.dtype:
@@ -253,7 +284,7 @@ def _check_lane_op(region: NormRegion, line: Line, seen, with_lane, fail) -> Non
 _IN = re.compile(r"in (\w+): (\w+)\[(.*)\]\Z")
 _OUT = re.compile(r"out (\w+): (\w+) order\((.*)\)\Z")
 _LINE = re.compile(r"(\w+): (\w+) = (\w+)\((.*)\)\Z")
-_SPACE = re.compile(r"space \[((?:\*, )*)(\d+)\]\Z")
+_SPACE = re.compile(r"space \[((?:\*, )*)(?:(\d+) x )?(\d+)\]\Z")
 
 
 def _words(text: str) -> list[str]:
@@ -290,7 +321,8 @@ def parse(text: str) -> NormRegion:
     head = _SPACE.match(first)
     if not head:
         raise RegionError(f"{first!r}: expected 'space [*, ..., D]'")
-    lane, rank = int(head[2]), head[1].count("*") + 1
+    heads, rank = int(head[2] or 1), head[1].count("*") + 1
+    lane = heads * int(head[3])
     inputs, scalars, body, outputs = [], [], [], []
     for line in rest:
         try:
@@ -309,7 +341,7 @@ def parse(text: str) -> NormRegion:
             raise
         except ValueError as error:
             raise RegionError(f"{line!r}: {error}") from None
-    return NormRegion(lane, rank, tuple(inputs), tuple(scalars), tuple(body), tuple(outputs))
+    return NormRegion(lane, rank, tuple(inputs), tuple(scalars), tuple(body), tuple(outputs), heads)
 
 
 def dense_strides(sizes: Sequence, order: Sequence[int]) -> tuple:

@@ -21,6 +21,7 @@ from dataclasses import replace
 from functools import lru_cache
 from math import prod
 
+from .lanes import columns
 from .layout import MAX_ROWS, Structure, Unsupported
 from .region import DTYPES, NormRegion
 from .source import Tile
@@ -131,17 +132,12 @@ def _largest(region: NormRegion, structure: Structure, target: Target) -> tuple[
     return (_cuda if target.power_of_two else _npu)(region, structure, target)
 
 
-def _power(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 1 << max(n - 1, 0).bit_length()
-
-
 # -- CUDA --------------------------------------------------------------------------------------------
 
 
 def _cuda(region: NormRegion, structure: Structure, target: Target) -> tuple[Tile, ...]:
     width = max(DTYPES[x.dtype] for x in (*region.inputs, *region.outputs))
-    cols = _power(region.lane)
+    cols = columns(region)
     if cols > CUDA_MAX_COLS // (2 if region.compute == "f64" else 1):
         return (Tile(1, 4096, 8), Tile(1, 1024, 4))
     tiny = 2 * cols * width <= CUDA_SHORT_ROW_BYTES and _streaming(region, structure) > 1

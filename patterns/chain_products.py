@@ -20,7 +20,8 @@ from ..kernels.reference import DTYPE_WORDS
 from ..kernels.region import dense_strides
 from ..kinds import REGROUPING_VIEWS
 from ..select import Taken
-from ..site import Site, Step
+from ..site import Site
+from ..views import Step
 
 #: What turns a value `[N, H, W, C]` of a chain into the graph's `[N, C, H, W]`.
 TO_CHANNELS_FIRST = Step.method("movedim", -1, 1)

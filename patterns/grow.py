@@ -8,16 +8,19 @@ casts and pointwise ops that read nothing but the result. What stops growth is l
 from __future__ import annotations
 
 from collections.abc import Collection
+from copy import copy
 from dataclasses import dataclass
 
 from torch.fx import Node
 
 from ..effects import value_of
 from ..graph import Lens, same, same_shape
+from ..heads import Heads, heads_below
 from ..kernels.reference import DTYPE_WORDS
 from ..kinds import REGROUPING_VIEWS, STRIDE_FREE_VIEWS
 from ..site import NUMBERS, Composite, Decline, Norm, pointwise_args, pointwise_word
-from .rotary import ELEMENTWISE, rotations
+from .rotary import ELEMENTWISE, MAX_LANE, rotations
+from .written_rotary import written_below
 
 #: full-size operands that one kernel may read: more would not fit on chip together
 MAX_OPERANDS = 8
@@ -67,6 +70,7 @@ class Grown:
     outputs: tuple[Node, ...]
     regroup: Node | None
     composites: tuple[Composite, ...] = ()
+    heads: tuple[Heads, ...] = ()
 
 
 class Grower:
@@ -84,6 +88,7 @@ class Grower:
         #: `y.type_as(x)` -> x: no reader of x where it is inside too
         self.templates: dict[Node, Node] = {}
         self.regroup: Node | None = None
+        self.heads: tuple[Heads, ...] = ()
         first = norms[0]
         self.segment = lens.segment[first.out]
         self.space = lens.tensor(first.value).shape
@@ -101,15 +106,15 @@ class Grower:
         outputs = [leaf for out in outputs for leaf in self._down(out)]
         self._close_templates(outputs)
         return Grown(frozenset(self.interior), (*outputs, *self.stored), self.regroup,
-                     tuple(self.composites))
+                     tuple(self.composites), self.heads)
 
     def _close_templates(self, outputs: list[Node]) -> None:
         for cast, value in self.templates.items():
             if cast in self.interior or value not in self.interior or value in outputs:
                 continue
             source = cast.args[0]
-            if source not in outputs or len(source.users) > 1 or not self.lens.is_identity(cast) or \
-                    not self._mine(cast):
+            if source not in outputs or not self.interior.issuperset(source.users.keys() - {cast}) or \
+                    not self.lens.is_identity(cast) or not self._mine(cast):
                 raise Decline("a value inside gives its dtype to a cast outside", cast)
             # `.type_as(x)` at the end of fp32: nothing is cast, but x is read
             self.interior.add(cast)
@@ -190,8 +195,13 @@ class Grower:
     def _mine(self, node: Node) -> bool:
         """Whether `node` may be touched at all: same segment, memory never written, no part of a norm
         (what makes up another norm is that one's own)."""
-        return self.lens.segment[node] == self.segment and not self.lens.is_mutated(node) and \
+        return self.lens.segment[node] == self.segment and not self._is_written(node) and \
             node not in self.claimed
+
+    def _is_written(self, node: Node) -> bool:
+        """Whether the memory of `node` is written, other than by a rotary embedding that is taken along."""
+        return self.lens.is_mutated(node) and not any(
+            self.lens.storages(node) <= self.lens.storages(composite.out) for composite in self.composites)
 
     def _absorbable(self, node: Node, chain: list[Node]) -> bool:
         lens = self.lens
@@ -293,6 +303,10 @@ class Grower:
         readers, twins = self._readers(node)
         if len(readers) == 1 and self._passes_view(readers[0], node):
             return self._down_through(readers[0], node, twins)
+        if len(readers) == 1 and not self.heads and self._sees_heads(node):
+            heads = heads_below(self.lens, node, readers[0], self._mine)
+            if heads is not None:
+                return self._down_heads(heads, node, twins)
         composites = self._rotations(node, twins)
         hidden = set().union(*(composite.nodes for composite in composites))
         readers = [reader for reader in readers if reader not in hidden]
@@ -326,20 +340,28 @@ class Grower:
         return readers, equal[1:]
 
     def _rotations(self, node: Node, twins: list[Node]) -> list[Composite]:
-        """The rotations of `node` that a kernel can take along."""
-        if not self.reach.rotary or self.device.type in ELEMENTWISE or self.flat or self.axis != -1 or \
-                self.regroup is not None:
+        """The rotations, and rotary embeddings written into a buffer, of `node` that a kernel can take
+        along."""
+        if not self._rotates():
             return []
-        return [composite for composite in rotations(self.lens, node, twins)
-                if all(self._mine(part) and part not in self.lens.transformed
-                       for part in composite.nodes)]
+        found = [composite for composite in rotations(self.lens, node, twins)
+                 if all(map(self._mine, composite.nodes))]
+        found += [composite for composite in written_below(self.lens, node)
+                  if all(self.lens.segment[part] == self.segment and part not in self.claimed
+                         for part in composite.nodes)]
+        return [composite for composite in found if self.lens.transformed.isdisjoint(composite.nodes)]
+
+    def _rotates(self) -> bool:
+        """Whether a kernel can move elements along the lane."""
+        return self.reach.rotary and self.device.type not in ELEMENTWISE and not self.flat and \
+            self.axis == -1 and self.regroup is None
 
     def _passes_view(self, view: Node, node: Node) -> bool:
         """Whether what follows `view` may be computed on the view: it leaves the lane alone, and
         nothing else is written by the site."""
         lens, fake = self.lens, self.lens.tensor(view)
         if fake is None or not self.reach.pointwise_down or self.stored or self.flat or \
-                self.regroup is not None or self.axis != -1 or len(self.norms) > 1:
+                self.regroup is not None or self.axis != -1 or len(self.norms) > 1 or self.heads:
             return False
         source = lens.tensor(node)
         # A view cannot be taken of a broadcast operand (a modulate's [B, 1, D]) that stands above it.
@@ -363,6 +385,26 @@ class Grower:
             self.interior, self.space = before
             return [node]
         return leaves
+
+    def _sees_heads(self, node: Node) -> bool:
+        """Whether the site may see the lane of `node` as heads from here on."""
+        return self._rotates() and not self.stored and len(self.norms) == 1 and \
+            self.norms[0].lane <= MAX_LANE and same_shape(self.lens.tensor(node).shape, self.space)
+
+    def _down_heads(self, heads: Heads, node: Node, twins: list[Node]) -> list[Node]:
+        """Go on below views that make heads of the lane, where a rotary embedding is: what is only pointwise
+        is as well done by others."""
+        kept = {name: copy(getattr(self, name)) for name in
+                ("interior", "below", "followed", "stored", "composites", "templates", "space")}
+        self.heads, self.space = (heads,), self.lens.tensor(heads.view).shape
+        self.interior.update(heads.nodes, twins)
+        self.below.update(heads.nodes, twins)
+        leaves = self._down(heads.view)
+        if self.composites:
+            return leaves
+        self.heads = ()
+        vars(self).update(kept)
+        return [node]
 
     def _absorbs_reader(self, reader: Node, node: Node, twins: list[Node], fellows: list[Node]) -> bool:
         lens = self.lens

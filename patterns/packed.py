@@ -1,7 +1,8 @@
-"""Norms that read one packed tensor, in one launch: the q and k of an attention.
+"""Norms that read common memory, in one launch: the q and k of an attention.
 
 Two taken sites join when their norms are of one kind over spaces of one shape, and their values lie in
-the same memory. What each had grown stays with it.
+the same memory: a packed qkv. So do two that took a rotary embedding along below a norm over all heads, with
+tables in common. What each had grown stays with it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def join_packed(lens: Lens, taken: Taken) -> None:
     """Join the taken sites that can share a launch; those that cannot stay as they are."""
     groups: dict = defaultdict(list)
     for site in taken.sites:
-        if len(site.norms) == 1 and not site.finish:
+        if len(site.norms) == 1 and (site.heads or not site.finish):
             groups[_key(lens, site)].append(site)
     for sites in groups.values():
         first = sites[0]
@@ -37,8 +38,15 @@ def join_packed(lens: Lens, taken: Taken) -> None:
 
 def _key(lens: Lens, site: Site) -> tuple:
     norm = site.norms[0]
-    return (norm.op, norm.shape, norm.dtype, lens.segment[norm.out],
-            _packed(lens, norm.value))
+    heads = tuple(each.key for each in site.heads)
+    return (norm.op, norm.shape, norm.dtype, lens.segment[norm.out], heads,
+            _tables(site) or _packed(lens, norm.value))
+
+
+def _tables(site: Site) -> tuple:
+    """What `site` reads that is the same for all heads."""
+    return tuple((node, *(step.key for step in steps))
+                 for x, (node, steps) in zip(site.region.inputs, site.inputs) if site.region.is_shared(x))
 
 
 def _packed(lens: Lens, node: Node):
@@ -62,9 +70,10 @@ def _joined(lens: Lens, first: Site, other: Site) -> Site | None:
     if len(set(outputs)) != len(outputs) or len(outputs) > 4:
         return None
     composites = (*first.composites, *other.composites)
-    name = pattern_name(lens, norms, Grown(interior, outputs, None, composites))
+    heads = (*first.heads, *other.heads)
+    name = pattern_name(lens, norms, Grown(interior, outputs, None, composites, heads))
     try:
-        site = assemble(lens, name, norms, interior, outputs, composites=composites)
+        site = assemble(lens, name, norms, interior, outputs, composites=composites, heads=heads)
     except Decline:
         return None
     site.parts = (*(first.parts or (first,)), *(other.parts or (other,)))

@@ -1,7 +1,6 @@
 """Rotary embeddings that stand below no norm: sites of their own.
 
-    q = cat([norm(text), norm(image)]), then the rotation (FLUX); q of a linear layer (Llama); the heads of a
-    norm over all heads (Wan)
+    q = cat([norm(text), norm(image)]), then the rotation (FLUX); q of a linear layer (Llama)
 
 A site grows from the rotation as one grows from a norm, and has to reach the value that the rotated one is
 added to. Two of one shape with common tables, q and k, share a launch. They are for inner compilers that run

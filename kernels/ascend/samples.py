@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -319,4 +319,4 @@ def _referee(region: NormRegion, walk: Layout) -> NormRegion:
                                   region.lane if operand.lane else 1))
         for x, operand in zip(region.inputs, walk.structure.operands))
     outputs = tuple(Output(out.value, out.dtype, tuple(range(rank))) for out in region.outputs)
-    return with_exact_numbers(NormRegion(region.lane, rank, inputs, region.scalars, region.body, outputs))
+    return with_exact_numbers(replace(region, rank=rank, inputs=inputs, outputs=outputs))

@@ -124,3 +124,77 @@ def test_alone(form, dtype, dynamic, device):
     first, second = report.rotary
     assert first.note and first.region == second.region
     assert first.self_check_words() and not first.fallback_words()
+
+
+HEADS = """\
+space [*, *, {H} x {P}]
+in q: {dt}[*, *, {D}]
+in k: {dt}[*, *, {D}]
+in w: {dt}[{D}]
+in cos: f32[*, 1, {P}]
+in sin: f32[*, {P}]
+scalar eps
+n: {dt} = rms_norm(q, w, eps)
+m: {dt} = layer_norm(k, w, none, eps)
+c: f32 = repeat_even(cos)
+s: f32 = repeat_odd(sin)
+r: {dt} = {op}(n)
+t: {dt} = {op}(m)
+a: f32 = mul(n, c)
+b: f32 = mul(r, s)
+y: f32 = add(a, b)
+z: {dt} = cast(y)
+d: f32 = mul(t, cos)
+u: {dt} = cast(d)
+out z: {dt} order(0, 1, 2)
+out u: {dt} order(1, 0, 2)"""
+
+
+@pytest.mark.parametrize("heads, head", [(12, 128), (40, 128), (24, 64), (16, 16), (3, 12), (5, 80), (12, 96),
+                                         (2, 2), (63, 128)])
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+@pytest.mark.parametrize("op", LANE_OPS)
+def test_heads(op, dtype, heads, head, device):
+    """A lane of heads, with tables that they share."""
+    r = parse(HEADS.format(H=heads, P=head, D=heads * head, dt=dtype, op=op))
+    for outer, ratio in (((3, 7), 1.0), ((64, 130), 30.0)):
+        if outer[0] * outer[1] * r.lane > 2**24:
+            continue
+        inputs = [x.to(device) for x in inputs_for(r, outer, ratio)]
+        run = Runner(r)
+        outputs = run(inputs, scalars_for(r))
+        assert_right(r, inputs, scalars_for(r), outputs)
+        assert not run.reasons
+
+
+class OverHeads(nn.Module):
+    """q and k of a norm over all heads: Wan's tokens by heads, OLMo 2's heads by tokens."""
+
+    def __init__(self, form, in_front, heads=12, lane=128):
+        super().__init__()
+        self.norm_q, self.norm_k = nn.RMSNorm(heads * lane), nn.RMSNorm(heads * lane)
+        self.form, self.in_front, self.lane = form, in_front, lane
+
+    def forward(self, q, k, cos, sin):
+        q, k = (x.unflatten(-1, (-1, self.lane)) for x in (self.norm_q(q), self.norm_k(k)))
+        cos, sin = (x.view(*x.shape[:-1], 1, self.lane) for x in (cos, sin))
+        if self.in_front:
+            q, k, cos, sin = (x.transpose(-2, -3) for x in (q, k, cos, sin))
+        return self.form(q, cos, sin), self.form(k, cos, sin)
+
+
+@pytest.mark.real_gpu
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("in_front", [False, True], ids=["tokens first", "heads first"])
+@pytest.mark.parametrize("form", ALONE)
+def test_over_all_heads(form, in_front, dtype, dynamic, device):
+    angle = torch.randn(300, 128, device=device)
+    tables = dtype if form == "halves" else torch.float32
+    q, k = torch.randn(2, 2, 300, 12 * 128, device=device).to(dtype)
+    model = OverHeads(ALONE[form], in_front).to(device, dtype)
+    report = check(model, q, k, angle.cos().to(tables), angle.sin().to(tables), fused=2, dynamic=dynamic,
+                   exact=form != "written")
+    first, second = report.entries
+    assert first.note and first.region == second.region and "12 x 128" in first.region
+    assert first.self_check_words() and not first.fallback_words()

@@ -160,8 +160,7 @@ def inputs_for(region: NormRegion, outer: Sequence[int], ratio: float = 1.0, see
     for operand in region.inputs:
         dtype = TORCH_DTYPES[operand.dtype]
         shift = region.rank - len(operand.dims)
-        shape = [space[shift + i] if d == "*" or i == len(operand.dims) - 1 and d == region.lane
-                 else 1 for i, d in enumerate(operand.dims)]
+        shape = [space[shift + i] if d == "*" else d for i, d in enumerate(operand.dims)]
         whole = len(shape) == region.rank and shape == list(space)
         if whole and strided and len(shape) > 1:
             packed = [*shape[:-2], 3 * shape[-2], shape[-1]]

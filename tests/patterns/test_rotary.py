@@ -101,6 +101,24 @@ def test_forms(form, rotate, dynamic):
                 assert len(report.sites) == 1 and site.region.count("\nout ") == 1
 
 
+def static_wan(x, cos, sin, rotate):
+    return wan(x, *(t.view(*t.shape[:-1], D) for t in (cos, sin)), rotate)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_written(dynamic):
+    """By setitem, as Wan's, below a norm of each head."""
+    for dtype in DTYPES:
+        for above, tables in ((False, dtype), (True, torch.float32)):
+            torch._dynamo.reset()
+            given = inputs(dtype, tables=tables, shape=None if above else (B, L, 1, D))
+            model = Model(form=static_wan, norm=nn.RMSNorm, above=above).to(dtype)
+            report = check(model, *given, fused=1, dynamic=dynamic, exact=False)
+            site, = report.entries
+            assert site.region.count("repeat_") == 2 and "setitem" in site.kernels_removed
+            assert site.pattern == ("rms_norm -> view -> rotary" if above else "rms_norm -> rotary")
+
+
 @pytest.mark.parametrize("shape", [(B, 1, L, D), (1, 1, L, D), (L, D), (1, L, D), (B, H, L, D), (B, 1, L, 1),
                                    (D,)], ids=str)
 def test_shapes_of_cos(shape):
@@ -363,7 +381,7 @@ def written_half(x, cos, sin, rotate):
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("form", [read_half, read_q, partial, halved_tables, wan, complex_numbers,
+@pytest.mark.parametrize("form", [read_half, read_q, partial, halved_tables, complex_numbers,
                                   written_half], ids=lambda f: f.__name__)
 def test_other_forms(form, dynamic):
     for dtype in DTYPES:
@@ -417,16 +435,3 @@ def test_a_flattened_norm():
             return plain(self.norm(x), cos, sin, slices)
 
     without_rotation(Flat(), torch.randn(B, L, H, D), torch.randn(L, 1, D), torch.randn(L, 1, D))
-
-
-def test_heads_of_a_norm_over_all():
-    """Wan's norm over all heads, rotated head by head."""
-    class Heads(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.RMSNorm(H * D)
-
-        def forward(self, x, cos, sin):
-            return plain(self.norm(x).unflatten(-1, (H, D)), cos, sin, slices)
-
-    without_rotation(Heads(), torch.randn(B, L, H * D), torch.randn(L, 1, D), torch.randn(L, 1, D))
