@@ -13,6 +13,7 @@ from .graph import Lens, hint, same, same_shape
 from .kernels.layout import MAX_DIMS, Unsupported, layout
 from .kernels.reference import TORCH_DTYPES
 from .kernels.region import NORMS, broadcast_sizes, dense_strides
+from .lanes import lies_across
 from .site import Decline, Norm, Site, Step, replay
 
 
@@ -67,14 +68,16 @@ def check_norm(lens: Lens, norm: Norm) -> None:
             raise Decline("the statistics are read elsewhere too", node)
 
 
-def check_kernel(site: Site) -> None:
+def check_kernel(lens: Lens, site: Site) -> None:
     """Raise Decline where no kernel would serve `site`, so that it would run as its torch reference."""
     region, node = site.region, site.anchor
     device = site.fakes[0].device.type
     if region.compute == "f64" and device == "npu":
         raise Decline("fp64 has no kernel on Ascend", node)
-    for out in region.outputs:
-        if out.order[-1] != region.rank - 1 and (region.lane > 1 or site.norms[0].axis is not None):
+    axis = site.norms[0].axis
+    for out, result in zip(region.outputs, site.outputs, strict=True):
+        if out.order[-1] != region.rank - 1 and (region.lane > 1 or axis is not None) and \
+                not lies_across(lens.tensor(result), -1 if axis is None else axis):
             raise Decline("the result's normalised dim is not the innermost in memory", node)
     if region.outer > MAX_DIMS:
         try:

@@ -19,6 +19,7 @@ from .kernels.pointwise import POINTWISE
 from .kernels.reference import DTYPE_WORDS
 from .kernels.region import Line, NormRegion, Operand, Output, dense_strides
 from .kinds import REGROUPING_VIEWS, STRIDE_FREE_VIEWS
+from .lanes import walks
 from .updates import without_inplace
 
 #: what a node must yield to be a run-time scalar of a region
@@ -358,14 +359,12 @@ class Assembler:
         if fake.device != self.device:
             raise Decline(f"operands on {fake.device} and {self.device}", node)
         dims = self._dims(node, fake)
-        lane_stride = fake.stride(-1) if fake.dim() else 1
-        if dims and dims[-1] != 1 and not (same(lane_stride, 1) or same(lane_stride, 0)) and \
-                not steps and self._is_copied(node):
+        if dims and dims[-1] != 1 and not walks(fake):
+            if steps or not self._is_copied(node):
+                raise Decline("the normalised dim is not the innermost in memory (its stride is "
+                              f"{fake.stride(-1)})", node)
             steps = (Step.method("contiguous"),)
-            fake, lane_stride = replay(fake, steps), 1
-        if dims and dims[-1] != 1 and not (same(lane_stride, 1) or same(lane_stride, 0)):
-            raise Decline("the normalised dim is not the innermost in memory (its stride is "
-                          f"{lane_stride})", node)
+            fake = replay(fake, steps)
         key = self._place(node, steps)
         if key in self.memo:
             return self.memo[key]

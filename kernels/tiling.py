@@ -50,6 +50,15 @@ CUDA_ROW_WARPS = 8
 CUDA_MAX_COLS = 16384
 CUDA_MAX_WARPS = 16
 
+#: CUDA, where the lane lies across: bytes of the rows that a tile reads side by side at one lane element, and
+#: the fewest (a sector, the least that memory moves); bytes from which a tile takes the fewest; and the
+#: elements that registers hold. Not measured yet: read off the machine code for sm_90 (Triton 3.6), where
+#: tiles like these load and store 16 bytes at a time along the rows and spill no register.
+CUDA_RUN_BYTES = 64
+CUDA_SECTOR_BYTES = 32
+CUDA_ACROSS_BYTES = 32768
+CUDA_ACROSS_ELEMENTS = 32768
+
 #: CUDA: programs per multiprocessor under which tiles are cut smaller.
 BUSY = 4
 
@@ -76,6 +85,8 @@ def ladder(region: NormRegion, structure: Structure, sizes: Sequence[int],
     if not tiles:
         raise Unsupported(f"no tile of {region.lane} columns fits {target.budget} bytes of {target.name}")
     busy = BUSY * target.cores if target.power_of_two else target.cores
+    if structure.across and target.power_of_two:
+        return tuple(_no_higher(tile, _power(rows)) for tile in tiles)
     result = []
     for tile in tiles:
         height, lowest = tile.rows, _lowest(tile, region, target)
@@ -119,6 +130,8 @@ def _power(n: int) -> int:
 
 def _cuda(region: NormRegion, structure: Structure, target: Target) -> tuple[Tile, ...]:
     width = max(DTYPES[x.dtype] for x in (*region.inputs, *region.outputs))
+    if structure.across:
+        return _across(region, structure, width)
     cols = _power(region.lane)
     if cols > CUDA_MAX_COLS // (2 if region.compute == "f64" else 1):
         return (Tile(1, 4096, 8), Tile(1, 1024, 4))
@@ -131,6 +144,30 @@ def _cuda(region: NormRegion, structure: Structure, target: Target) -> tuple[Til
     if rows == 1:
         warps = max(warps, min(CUDA_ROW_WARPS, 2 * warps))
     return (Tile(rows, cols, max(1, min(CUDA_MAX_WARPS, warps))),)
+
+
+def _across(region: NormRegion, structure: Structure, width: int) -> tuple[Tile, ...]:
+    """Rows that are neighbours in memory: whole lanes where registers hold them, else pieces of the lane.
+    Threads share rows, and so the order of a row's sums depends on their number: it never follows the batch.
+    """
+    if structure.wide:
+        return (Tile(1, 4096, 8),)
+    cols = _power(region.lane)
+    rows = min(MAX_ROWS, max(CUDA_RUN_BYTES, CUDA_TILE_BYTES // cols) // width)
+    while rows * cols * width > CUDA_ACROSS_BYTES and rows * width > CUDA_SECTOR_BYTES:
+        rows //= 2
+    held = rows * cols * live_tiles(region, structure) * (2 if region.compute == "f64" else 1)
+    if held > CUDA_ACROSS_ELEMENTS:
+        rows, cols = CUDA_RUN_BYTES // width, 128
+    # Not more threads than columns: of weights each would load its own again for every row (Triton 3.6).
+    warps = min(rows * cols * width // CUDA_WARP_BYTES, cols // 32, CUDA_MAX_WARPS)
+    return (Tile(rows, cols, max(1, warps)),)
+
+
+def _no_higher(tile: Tile, rows: int) -> Tile:
+    """`tile` with at most that many rows, and as much work for a warp."""
+    height = min(tile.rows, rows)
+    return replace(tile, rows=height, num_warps=max(1, tile.num_warps * height // tile.rows))
 
 
 def _streaming(region: NormRegion, structure: Structure) -> int:

@@ -93,8 +93,10 @@ def _proposals(lens: Lens, site: Site, taken: Taken) -> Iterator[ChainSite]:
 
 def _has_layout(lens: Lens, site: Site) -> bool:
     """Whether the values of `site` are in a layout of patterns/chain_products.py. (One that a regrouping
-    follows is read in another shape than the region yields.)"""
+    follows is read in another shape than the region yields; products read features that are innermost.)"""
     axis = site.norms[0].axis
+    if any(out.order[-1] != site.region.outer for out in site.region.outputs):
+        return False
     return not site.finish if axis is None else axis in (1, -3) and lens.tensor(site.outputs[0]).dim() == 4
 
 
@@ -242,8 +244,10 @@ def _assembled(lens: Lens, leaf: Node, nodes: frozenset[Node], chain: Collection
     columns = {node for node in nodes if node in parts or isinstance(value_of(node), (tuple, list))}
     try:
         region = assemble(lens, "pointwise", (space,), nodes - columns, (leaf,))
-        check_kernel(region)
+        check_kernel(lens, region)
     except Decline:
+        return None
+    if not _has_layout(lens, region):
         return None
     moved = len(_to_end(axis))
     if any(len(views) != moved for node, views in region.inputs if node in chain or not moved):

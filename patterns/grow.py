@@ -16,6 +16,7 @@ from ..effects import value_of
 from ..graph import Lens, same, same_shape
 from ..kernels.reference import DTYPE_WORDS
 from ..kinds import REGROUPING_VIEWS, STRIDE_FREE_VIEWS
+from ..lanes import lies_across, walks
 from ..site import NUMBERS, Composite, Decline, Norm, pointwise_args, pointwise_word
 from .rotary import ELEMENTWISE, rotations
 
@@ -224,8 +225,8 @@ class Grower:
         return any(arg in self.below for arg in node.all_input_nodes)
 
     def _plain_copy(self, node: Node, word: str) -> bool:
-        """A cast or copy of one float tensor that keeps the shape, and whose source has the lane
-        innermost."""
+        """A cast or copy of one float tensor that keeps the shape, and whose source has the lane where
+        kernels walk it."""
         if not self.reach.copies:
             return False
         source = self.lens.tensor(node.args[0]) if node.args else None
@@ -236,7 +237,8 @@ class Grower:
             return False
         if source.dim() != self.lens.tensor(self.norms[0].value).dim():
             return True  # a vector: its layout is checked where it is read
-        kept = same(source.stride(self.axis), 1) or same(source.shape[self.axis], 1)
+        kept = same(source.stride(self.axis), 1) or same(source.shape[self.axis], 1) or \
+            lies_across(source, self.axis)
         return kept or (word == "to" and not same(fake.stride(self.axis), 1))
 
     def _pointwise(self, node: Node, same_only: bool) -> bool:
@@ -272,7 +274,7 @@ class Grower:
         fits = all(same(size, space) or same(size, 1) for size, space in zip(fake.shape, tail))
         if not fits or fake.dim() == 0 or self.axis != -1:
             return fits
-        return same(fake.shape[-1], 1) or same(fake.stride(-1), 1) or same(fake.stride(-1), 0)
+        return same(fake.shape[-1], 1) or walks(fake)
 
     def _inner_shape(self):
         return self.space if self.regroup is None else self.lens.tensor(self.regroup.args[0]).shape
