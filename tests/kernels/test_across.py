@@ -1,4 +1,4 @@
-"""Lanes that lie across memory: contiguous NCHW normalised over C, and what else has neighbours in its rows."""
+"""Lanes that lie across memory: contiguous NCHW normalised over C, and whatever has its rows side by side."""
 
 import re
 

@@ -106,7 +106,8 @@ SPELLINGS = {
     "moments": lambda x: (x - mean(x)) * torch.rsqrt(mean(x * x) - mean(x) ** 2 + 1e-3),
     "rms": lambda x: x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-6),
     "rms, counted from the end": lambda x: x / (x.square().mean(1 - x.dim(), keepdim=True) + 1e-6).sqrt(),
-    "rms in fp32": lambda x: (x.float() * torch.rsqrt(x.float().pow(2).mean(1, keepdim=True) + 1e-6)).to(x.dtype),
+    "rms in fp32": lambda x: (
+        x.float() * torch.rsqrt(x.float().pow(2).mean(1, keepdim=True) + 1e-6)).to(x.dtype),
     "movedim": lambda x: (lambda y: y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6))(
         x.movedim(1, -1)).movedim(-1, 1),
     "permuted layer_norm": lambda x: F.layer_norm(x.movedim(1, -1), x.shape[1:2]).movedim(-1, 1),
