@@ -1,6 +1,7 @@
 """The norm family side by side on an NVIDIA GPU: eager, torch.compile, ours, a copy of the same bytes.
 
-    python benchmarks/norm_family.py [--dims [D ...]] [--megabytes ...] [--workers N] [--seconds N] [--json FILE]
+    python benchmarks/norm_family.py [--dims [D ...]] [--megabytes ...] [--workers N]
+        [--seconds N] [--json FILE]
 
 Rows: LayerNorm, handwritten RMSNorm, add -> LayerNorm (both results), gated add -> LayerNorm ->
 modulate, the q, k pair of a packed qkv, and norms over the channels of contiguous images and videos (written
