@@ -26,9 +26,8 @@ MAX_ACROSS = 2048
 def lies_across(fake: torch.Tensor, axis: int = -1) -> bool:
     """Whether dim `axis` is no innermost dim, but one that kernels for the fake's device walk all the same,
     reading or writing. Decided by the sizes seen here: at others it is slower at worst."""
-    lane, stride = fake.shape[axis], fake.stride(axis)
-    if fake.device.type in INNERMOST or not isinstance(lane, int) or not 1 < lane <= MAX_ACROSS or \
-            hint(stride) in (0, 1):
+    lane, stride = hint(fake.shape[axis]), hint(fake.stride(axis))
+    if fake.device.type in INNERMOST or not 1 < lane <= MAX_ACROSS or stride in (0, 1):
         return False
     return _run(fake, axis) * fake.element_size() >= LEAST_RUN_BYTES
 

@@ -7,7 +7,8 @@ sorted by stride. One dim is *blocked*: the rows of a tile run along it, so that
 
 As a rule the lane is innermost in memory. In a contiguous NCHW tensor that is normalised over C it lies
 *across*: lane elements are a stride apart, and it is the rows that are neighbours. Then rows run along
-memory, and neighbouring threads of a GPU read neighbouring rows.
+memory, and neighbouring threads of a GPU read neighbouring rows. Where neither are neighbours there is no
+kernel: it would be slower than the copy that the reference makes.
 
 The sizes and strides are run-time arguments of the kernel. What the generated source depends on, and
 what therefore keys a kernel, is the layout's `Structure`.
@@ -182,6 +183,7 @@ def layout(region: NormRegion, shapes: Sequence[Sequence[int]],
     by_operand = tuple(tuple(column[i] for _, column in dims) for i in range(len(rows)))
     across = [lane not in (0, 1) for lane in lanes]
     blocked = _blocked(sizes, by_operand, across)
+    _check_neighbours(region, lanes, [column[blocked] for column in by_operand])
     dtypes = [x.dtype for x in region.inputs] + [x.dtype for x in region.outputs]
     operands = []
     for column, lane, apart, dtype in zip(by_operand, lanes, across, dtypes):
@@ -260,6 +262,16 @@ def _blocked(sizes: Sequence[int], strides: Sequence[Sequence[int]], across: Seq
         return -neighbours, sizes[d] < enough, sum(s != 0 for s in steps), max(steps)
 
     return min(range(len(sizes)), key=cost)
+
+
+def _check_neighbours(region: NormRegion, lanes: Sequence[int], steps: Sequence[int]) -> None:
+    """Unsupported unless the rows of all operands whose lane lies across are neighbours in memory; some may
+    have one row for the whole tile. `steps`: from row to row."""
+    names = [x.name for x in region.inputs] + [f"output {x.value}" for x in region.outputs]
+    neighbours = any(step == 1 for lane, step in zip(lanes, steps) if lane not in (0, 1))
+    for name, lane, step in zip(names, lanes, steps):
+        if lane not in (0, 1) and (step not in (0, 1) or not neighbours):
+            raise Unsupported(f"lane stride of {name} is {lane}, not 1")
 
 
 def _unit(strides: Sequence[int], itemsize: int) -> int:

@@ -17,7 +17,17 @@ from ..graph import Lens, same, same_shape
 from ..kernels.reference import DTYPE_WORDS
 from ..kinds import REGROUPING_VIEWS, STRIDE_FREE_VIEWS
 from ..lanes import lies_across, walks
-from ..site import NUMBERS, Composite, Decline, Norm, pointwise_args, pointwise_word
+from ..site import (
+    NUMBERS,
+    Composite,
+    Decline,
+    Moved,
+    Norm,
+    Step,
+    pointwise_args,
+    pointwise_word,
+    replay,
+)
 from .rotary import ELEMENTWISE, rotations
 
 #: full-size operands that one kernel may read: more would not fit on chip together
@@ -68,6 +78,7 @@ class Grown:
     outputs: tuple[Node, ...]
     regroup: Node | None
     composites: tuple[Composite, ...] = ()
+    moved: Moved | None = None
 
 
 class Grower:
@@ -85,6 +96,7 @@ class Grower:
         #: `y.type_as(x)` -> x: no reader of x where it is inside too
         self.templates: dict[Node, Node] = {}
         self.regroup: Node | None = None
+        self.moved: Moved | None = None
         first = norms[0]
         self.segment = lens.segment[first.out]
         self.space = lens.tensor(first.value).shape
@@ -102,7 +114,7 @@ class Grower:
         outputs = [leaf for out in outputs for leaf in self._down(out)]
         self._close_templates(outputs)
         return Grown(frozenset(self.interior), (*outputs, *self.stored), self.regroup,
-                     tuple(self.composites))
+                     tuple(self.composites), self.moved)
 
     def _close_templates(self, outputs: list[Node]) -> None:
         for cast, value in self.templates.items():
@@ -272,9 +284,10 @@ class Grower:
             return False
         tail = shape[len(shape) - fake.dim():]
         fits = all(same(size, space) or same(size, 1) for size, space in zip(fake.shape, tail))
-        if not fits or fake.dim() == 0 or self.axis != -1:
+        lane = self.axis if self.axis < 0 else self.axis - len(shape)
+        if not fits or fake.dim() < -lane:
             return fits
-        return same(fake.shape[-1], 1) or walks(fake)
+        return same(fake.shape[lane], 1) or walks(fake, lane)
 
     def _inner_shape(self):
         return self.space if self.regroup is None else self.lens.tensor(self.regroup.args[0]).shape
@@ -295,6 +308,8 @@ class Grower:
         readers, twins = self._readers(node)
         if len(readers) == 1 and self._passes_view(readers[0], node):
             return self._down_through(readers[0], node, twins)
+        if len(readers) == 1 and not twins and (axis := self._lane_moved_to(readers[0], node)) is not None:
+            return self._down_through(readers[0], node, twins, axis)
         composites = self._rotations(node, twins)
         hidden = set().union(*(composite.nodes for composite in composites))
         readers = [reader for reader in readers if reader not in hidden]
@@ -339,30 +354,50 @@ class Grower:
     def _passes_view(self, view: Node, node: Node) -> bool:
         """Whether what follows `view` may be computed on the view: it leaves the lane alone, and
         nothing else is written by the site."""
-        lens, fake = self.lens, self.lens.tensor(view)
-        if fake is None or not self.reach.pointwise_down or self.stored or self.flat or \
-                self.regroup is not None or self.axis != -1 or len(self.norms) > 1:
+        if not self._may_pass(view):
             return False
-        source = lens.tensor(node)
+        lens, fake, source = self.lens, self.lens.tensor(view), self.lens.tensor(node)
         # A view cannot be taken of a broadcast operand (a modulate's [B, 1, D]) that stands above it.
         if any(arg not in self.interior and lens.tensor(arg).dim() > 1
                and not same_shape(lens.tensor(arg).shape, source.shape)
                for below in self.below if pointwise_word(lens, below) for arg in self._tensor_args(below)):
             return False
-        return lens.is_view(view) and lens.kind(view) in STRIDE_FREE_VIEWS and self._mine(view) and \
-            fake.dim() > 0 and same(fake.shape[-1], source.shape[-1]) and \
+        return fake.dim() > 0 and same(fake.shape[-1], source.shape[-1]) and \
             same(fake.stride(-1), source.stride(-1)) and not same(source.shape[-1], 1)
 
-    def _down_through(self, view: Node, node: Node, twins: list[Node]) -> list[Node]:
-        """Go on below a view (q.transpose(1, 2) before a rotary embedding, or before a copy); alone it
-        is not worth taking, since it costs nothing where it is."""
-        before = set(self.interior), self.space
+    def _may_pass(self, view: Node) -> bool:
+        """Whether growth may go on below a view at all."""
+        lens = self.lens
+        return lens.tensor(view) is not None and self.reach.pointwise_down and not self.stored and \
+            not self.flat and self.regroup is None and self.axis == -1 and len(self.norms) == 1 and \
+            lens.is_view(view) and lens.kind(view) in STRIDE_FREE_VIEWS and self._mine(view)
+
+    def _lane_moved_to(self, view: Node, node: Node) -> int | None:
+        """The dim to which `view` moves the lane of `node`, the others keeping their order (the permute back
+        to NCHW); None where it is another view, or growth cannot go on below it."""
+        if not self._may_pass(view) or self.composites:
+            return None
+        source, fake = self.lens.tensor(node), self.lens.tensor(view)
+        for axis in range(fake.dim() - 1) if fake.dim() == source.dim() else ():
+            back = replay(fake, (Step.method("movedim", axis, -1),))
+            if same_shape(back.shape, source.shape) and same_shape(back.stride(), source.stride()) and \
+                    same(back.storage_offset(), source.storage_offset()):
+                return axis
+        return None
+
+    def _down_through(self, view: Node, node: Node, twins: list[Node], axis: int | None = None) -> list[Node]:
+        """Go on below a view (q.transpose(1, 2) before a rotary embedding, or before a copy; one that moves
+        the lane to dim `axis`); alone it is not worth taking, since it costs nothing where it is."""
+        before = set(self.interior), self.space, self.axis
         self.interior.update([view], twins)
         self.below.update([view], twins)
         self.space = self.lens.tensor(view).shape
+        if axis is not None:
+            self.axis, self.moved = axis, Moved(view, axis)
         leaves = self._down(view)
         if leaves == [view]:
-            self.interior, self.space = before
+            self.interior, self.space, self.axis = before
+            self.moved = None
             return [node]
         return leaves
 

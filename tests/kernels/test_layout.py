@@ -129,9 +129,13 @@ def test_zero_sizes():
     assert 0 in ln((0, 9, 128), (1152, 128, 1)).space
 
 
-def test_unsupported():
-    with pytest.raises(Unsupported, match="more than 2\\^31"):
-        ln((2**31, 1, 128), (128, 128, 1))
+@pytest.mark.parametrize("shape, strides, why", [
+    ((4, 5, 128), (1280, 256, 2), "lane stride of x is 2"),
+    ((2**31, 1, 128), (128, 128, 1), "more than 2\\^31"),
+])
+def test_unsupported(shape, strides, why):
+    with pytest.raises(Unsupported, match=why):
+        ln(shape, strides)
 
 
 def test_too_many_dims():

@@ -223,6 +223,86 @@ def test_the_models_copy_is_not_made(kernels):
     assert not kernels or served(report)
 
 
+class MovesBack(nn.Module):
+    """A norm over the last dim of a permuted image, which is permuted back, and what follows there."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.run = run
+        self.weight, self.bias = nn.Parameter(torch.rand(24)), nn.Parameter(torch.randn(24))
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+def layer_norm_2d(m, x):
+    y = F.layer_norm(x.permute(0, 2, 3, 1), (24,), m.weight, m.bias)
+    return y.permute(0, 3, 1, 2)
+
+
+def rms_norm_2d(m, x):  # LTX-Video's
+    x = x.movedim(1, -1)
+    return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * m.weight).movedim(-1, 1)
+
+
+#: forward -> the pattern of its site
+BACK = {
+    "silu": (lambda m, x: F.silu(rms_norm_2d(m, x)), "rms_norm -> scale -> view -> silu"),
+    "gelu": (lambda m, x: F.gelu(layer_norm_2d(m, x)), "layer_norm -> view -> gelu"),
+    "residual": (lambda m, x: x + layer_norm_2d(m, x), "layer_norm -> view -> add"),
+    "modulate": (lambda m, x: rms_norm_2d(m, x) * (1 + x[:, :, :1, :1]) + m.bias[:, None, None],
+                 "rms_norm -> scale -> view -> modulate"),
+    "the weight again": (lambda m, x: rms_norm_2d(m, x) * m.weight.view(1, -1, 1, 1),
+                         "rms_norm -> scale -> view -> scale"),
+    "cast": (lambda m, x: rms_norm_2d(m, x).double(), "rms_norm -> scale -> view -> cast"),
+    "nothing": (layer_norm_2d, "layer_norm"),
+    "another view": (lambda m, x: F.silu(layer_norm_2d(m, x).transpose(2, 3)), "layer_norm"),
+    "two readers": (lambda m, x: (lambda y: (F.silu(y), y.sum()))(layer_norm_2d(m, x)), "layer_norm"),
+}
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("word", BACK)
+def test_moved_back(word, channels_last, kernels):
+    run, pattern = BACK[word]
+    x = torch.randn(2, 24, 5, 7)
+    x = x.to(memory_format=torch.channels_last) if channels_last else x
+    report = check(MovesBack(run), x, fused=1)
+    assert report.sites[0].pattern == pattern
+    assert not kernels or word == "cast" or served(report)  # there is no fp64 in the interpreter
+
+
+def test_moved_back_and_read_by_a_product():
+    """As a norm over dim 1 in channels_last memory, it begins a chain."""
+    class Model(MovesBack):
+        def __init__(self):
+            super().__init__(None)
+            self.conv = nn.Conv2d(24, 32, 1)
+
+        def forward(self, x):
+            return self.conv(F.gelu(layer_norm_2d(self, x)))
+
+    check(Model(), torch.randn(2, 24, 5, 7), fused=1)
+    assert last_reports()[-1].sites[0].chain == "linear"
+
+
+def test_operands_that_registers_hold_together():
+    """Of 1280 channels a sum above the norm would be too much: it stays outside (Whisper's encoder)."""
+    class Model(nn.Module):
+        def __init__(self, channels):
+            super().__init__()
+            self.norm = nn.LayerNorm(channels)
+
+        def forward(self, x, y):
+            x = x.transpose(1, 2) + y
+            return x, self.norm(x)
+
+    for channels, pattern in ((384, "add -> layer_norm"), (1280, "layer_norm")):
+        x, y = (torch.randn(1, *shape).bfloat16() for shape in ((channels, 20), (20, channels)))
+        report = check(Model(channels).bfloat16(), x, y, fused=1)
+        assert report.sites[0].pattern == pattern
+
+
 @pytest.mark.parametrize("word", ["pow", "rms", "permuted layer_norm"])
 def test_gradients(word):
     model, x = Written(word, 12), torch.randn(2, 12, 4, 5)
