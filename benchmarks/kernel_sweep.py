@@ -1,7 +1,7 @@
 """Generated kernels on an NVIDIA GPU: bandwidth against copies of the same bytes, a sweep over block
 shapes, and the host time of a call.
 
-    PYTHONPATH=build/gpu-site python benchmarks/kernel_sweep.py [table] [sweep] [host]
+    PYTHONPATH=build/gpu-site python benchmarks/kernel_sweep.py [table] [sweep] [across] [host]
 
 Method: launches over several buffer sets, together larger than the L2 cache, are captured in one CUDA
 graph; the median of its replays, divided by the number of launches, is one figure. The copy is
@@ -94,6 +94,21 @@ def contiguous(kind: Callable[[int], NormRegion], lane: int, megabytes: int = 64
         return [*full, *_affine(lane, len(region.inputs) - wide)]
 
     return Case(f"{kind.__name__}, D {lane}, {megabytes} MB", region, make)
+
+
+def channels(lane: int, pixels: int, images: int, order: str = "0, 2, 1") -> Case:
+    """A norm over the channels of contiguous [N, C, P], with SiLU; `order` says
+    where the result lies ("0, 1, 2": contiguous [N, P, C])."""
+    text = (f"space [*, *, {lane}]\nin x: bf16[*, *, {lane}]\nin w: bf16[{lane}]\nin b: bf16[{lane}]\n"
+            "scalar eps\nv0: bf16 = layer_norm(x, w, b, eps)\nv1: bf16 = silu(v0)\n"
+            f"out v1: bf16 order({order})")
+
+    def make():
+        x = torch.randn(images, lane, pixels, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        return [x, *_affine(lane, 2)]
+
+    where = "NPC" if order == "0, 1, 2" else "NCP"
+    return Case(f"[{images}, {lane}, {pixels}] over its channels, into {where}", parse(text), make)
 
 
 def _affine(lane: int, count: int) -> list[torch.Tensor]:
@@ -201,6 +216,24 @@ def sweep() -> None:
         print(f"  persistent, 8 programs a multiprocessor: {bench.kernel(programs=8):.1f}", flush=True)
 
 
+def across() -> None:
+    """Tiles for lanes across memory: rows are neighbours, so their number is what lies side by side."""
+    cases = [channels(96, 480 * 832, 8), channels(384, 120 * 208, 8), channels(256, 4096, 8),
+             channels(256, 4096, 1), channels(768, 14 * 14, 64), channels(1024, 1024, 8),
+             channels(256, 4096, 8, "0, 1, 2"), channels(96, 480 * 832, 8, "0, 1, 2")]
+    for case in cases:
+        bench = Bench(case)
+        print(f"\n{case.name}: copy {bench.copy():.1f} us; chosen {bench.tile}, "
+              f"{bench.tile.num_warps} warps {bench.kernel():.1f} us")
+        for rows in (8, 16, 32, 64, 128):
+            figures = []
+            for warps in (1, 2, 4, 8, 16):
+                if 512 <= rows * bench.tile.cols * 2 // warps <= 8192:
+                    tile = Tile(rows, bench.tile.cols, warps)
+                    figures.append(f"{warps} warps {bench.kernel(tile):.1f}")
+            print(f"  {rows:4} rows: {', '.join(figures)}", flush=True)
+
+
 def host() -> None:
     """Host time of a call on the article's view with few rows, so that the GPU keeps up."""
     packed = torch.randn(64, 9, 128, device="cuda").bfloat16()
@@ -239,4 +272,4 @@ if __name__ == "__main__":
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
     torch.manual_seed(0)
     for name in sys.argv[1:] or ["table", "host"]:
-        {"table": table, "sweep": sweep, "host": host}[name]()
+        {"table": table, "sweep": sweep, "across": across, "host": host}[name]()

@@ -1,9 +1,11 @@
 """The norm family side by side on an NVIDIA GPU: eager, torch.compile, ours, a copy of the same bytes.
 
-    python benchmarks/norm_family.py [--dims ...] [--megabytes ...] [--workers N] [--seconds N] [--json FILE]
+    python benchmarks/norm_family.py [--dims [D ...]] [--megabytes ...] [--workers N]
+        [--seconds N] [--json FILE]
 
 Rows: LayerNorm, handwritten RMSNorm, add -> LayerNorm (both results), gated add -> LayerNorm ->
-modulate, and the q, k pair of a packed qkv, in bf16 without gradients. `megabytes` is the size of one
+modulate, the q, k pair of a packed qkv, and norms over the channels of contiguous images and videos (written
+out, with SiLU behind; and LayerNorm2d by permute), in bf16 without gradients. `megabytes` is the size of one
 full operand. Ours is `torch.compile(backend="ascend_ln_fuse")`, and the share of norm sites that it fused is
 checked to be all.
 
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import statistics
 import sys
@@ -73,8 +76,42 @@ def qk_pair(qkv, wq, bq, wk, bk):
     return F.layer_norm(q, wq.shape, wq, bq, 1e-5), F.layer_norm(k, wk.shape, wk, bk, 1e-5)
 
 
-def cases(dims, megabytes) -> list[Case]:
+def channel_layer_norm(x, w, b):
+    mean = x.mean(1, keepdim=True)
+    variance = (x - mean).pow(2).mean(1, keepdim=True)
+    return F.silu(w * ((x - mean) / torch.sqrt(variance + 1e-6)) + b)
+
+
+def channel_rms_norm(x, w):
+    return F.silu(x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-6) * w)
+
+
+def layer_norm_2d(x, w, b):
+    return F.layer_norm(x.movedim(1, -1), w.shape[:1], w.flatten(), b.flatten(), 1e-6).movedim(-1, 1)
+
+
+#: Activations of video VAEs' decoders, and an image encoder's neck.
+CHANNELS = ((8, 256, 64, 64), (1, 384, 21, 120, 208), (1, 96, 21, 480, 832))
+
+
+def channel_cases() -> list[Case]:
+    """Norms over dim 1 of contiguous tensors."""
     found = []
+    for shape in CHANNELS:
+        for name, call, vectors in (("channel LN -> SiLU", channel_layer_norm, 2),
+                                    ("channel RMSNorm -> SiLU", channel_rms_norm, 1),
+                                    ("LayerNorm2d by permute", layer_norm_2d, 2)):
+            def make(shape=shape, vectors=vectors):
+                sizes = [shape] + [(shape[1], *(1,) * (len(shape) - 2))] * vectors
+                return [torch.randn(size, device="cuda", dtype=BF16) for size in sizes]
+
+            size = 2 * math.prod(shape)
+            found.append(Case(name, shape[1], round(size / 2**20, 1), call, make, 2 * size))
+    return found
+
+
+def cases(dims, megabytes) -> list[Case]:
+    found = channel_cases()
 
     def add(name, call, dim, mb, full, vectors, reads, writes, batched=0):
         rows = max(1, int(mb * 2**20) // (2 * dim))
@@ -210,7 +247,7 @@ def show(rows: list[dict], title: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--dims", type=int, nargs="+", default=[64, 128, 1024, 2048, 4096, 8192])
+    parser.add_argument("--dims", type=int, nargs="*", default=[64, 128, 1024, 2048, 4096, 8192])
     parser.add_argument("--megabytes", type=float, nargs="+", default=[1, 8, 64, 512, 1024])
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--workers", type=int, default=0, help="processes that compile all rows first")

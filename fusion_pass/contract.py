@@ -9,10 +9,12 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
+from .across import lies_across
 from .graph import Lens, hint, same, same_shape
 from .kernels.layout import MAX_DIMS, Unsupported, layout
 from .kernels.reference import TORCH_DTYPES
 from .kernels.region import NORMS, broadcast_sizes, dense_strides
+from .kernels.tiling import holds_across
 from .site import Decline, Norm, Site
 from .views import Step, replay
 
@@ -68,21 +70,26 @@ def check_norm(lens: Lens, norm: Norm) -> None:
             raise Decline("the statistics are read elsewhere too", node)
 
 
-def check_kernel(site: Site) -> None:
+def check_kernel(lens: Lens, site: Site) -> None:
     """Raise Decline where no kernel would serve `site`, so that it would run as its torch reference."""
     region, node = site.region, site.anchor
     device = site.fakes[0].device.type
     if region.compute == "f64" and device == "npu":
         raise Decline("fp64 has no kernel on Ascend", node)
-    for out in region.outputs:
-        if out.order[-1] != region.rank - 1 and (region.lane > 1 or site.norms[0].axis is not None):
+    for out, result in zip(region.outputs, site.outputs, strict=True):
+        if out.order[-1] != region.rank - 1 and (region.lane > 1 or site.axis is not None) and \
+                not lies_across(lens.tensor(result), -1 if site.axis is None else site.axis):
             raise Decline("the result's normalised dim is not the innermost in memory", node)
-    if region.outer > MAX_DIMS:
+    across = any(lies_across(fake) for fake in site.fakes if fake.dim()) or \
+        any(out.order[-1] != region.rank - 1 for out in region.outputs)
+    if region.outer > MAX_DIMS or across:
         try:
-            layout(region, [tuple(map(hint, fake.shape)) for fake in site.fakes],
-                   [tuple(map(hint, fake.stride())) for fake in site.fakes])
+            walk = layout(region, [tuple(map(hint, fake.shape)) for fake in site.fakes],
+                          [tuple(map(hint, fake.stride())) for fake in site.fakes])
         except Unsupported as why:
             raise Decline(f"no kernel walks these tensors: {why}", node) from why
+        if walk.structure.across and not holds_across(region, walk.structure):
+            raise Decline("the normalised dim lies across memory, too long for so many operands", node)
 
 
 def check_contract(lens: Lens, site: Site) -> None:
@@ -92,7 +99,7 @@ def check_contract(lens: Lens, site: Site) -> None:
     sizes = broadcast_sizes(region, [fake.shape for fake in site.fakes])
     devices = {fake.device for fake in site.fakes}
     for out, node in zip(region.outputs, site.outputs, strict=True):
-        value, finish, axis = lens.tensor(node), site.finish, site.norms[0].axis
+        value, finish, axis = lens.tensor(node), site.finish, site.axis
         if axis is not None:  # compare with the normalised dim at the end, as the region has it
             value, finish = replay(value, (Step.method("movedim", axis, -1),)), ()
         strides = dense_strides(sizes, out.order)

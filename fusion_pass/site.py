@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
+from .across import walks
 from .effects import value_of
 from .graph import Lens, hint, same, same_shape
 from .heads import Heads
@@ -95,6 +96,14 @@ class Composite:
     nodes: frozenset[Node]
 
 
+@dataclass(frozen=True)
+class Moved:
+    """A view that moves the lane, the last dim of what it is a view of, to dim `axis`."""
+
+    view: Node
+    axis: int
+
+
 @dataclass
 class Site:
     """What `rewrite` needs: `region(inputs, scalars)`, then `finish` on each result, gives `outputs`."""
@@ -111,6 +120,8 @@ class Site:
     fakes: tuple[torch.Tensor, ...] = field(default=(), repr=False)
     #: the sites that this one joins in one launch; the report speaks of each
     parts: tuple[Site, ...] = field(default=(), repr=False)
+    #: the normalised dim of the outputs, where it is not the last
+    axis: int | None = None
     #: what of `interior` is a term
     composites: tuple[Composite, ...] = field(default=(), repr=False)
     #: for each norm, the heads as which what is below it sees its lane; empty where none does
@@ -170,11 +181,11 @@ class Assembler:
 
     def __init__(self, lens: Lens, norms: Sequence[Norm], interior: frozenset[Node],
                  result: Node, regroup: Node | None, composites: Sequence[Composite], expands: bool,
-                 heads: Sequence[Heads]):
+                 heads: Sequence[Heads], moved: Moved | None):
         self.expands = expands
         self.heads = heads[0] if heads else None
         self.whole = {each.view: each.source for each in heads}
-        self.lens, self.interior, self.regroup = lens, interior, regroup
+        self.lens, self.interior, self.regroup, self.moved = lens, interior, regroup, moved
         self.composites = {composite.out: composite for composite in composites}
         self.norms = {norm.out: norm for norm in norms if norm.op}
         first = norms[0]
@@ -184,8 +195,9 @@ class Assembler:
         self.segment = lens.segment[result]
         self.flat = len(first.shape)
         self.rank = value.dim()
-        #: the normalised dim is moved to the end of every operand
-        self.to_end = () if first.axis is None else (Step.method("movedim", first.axis, -1),)
+        self.axis = first.axis if moved is None else moved.axis
+        #: the normalised dim is moved to the end of every operand (but above `moved`, where it is there)
+        self.to_end = () if self.axis is None else (Step.method("movedim", self.axis, -1),)
         value = replay(value, self.to_end)
         #: sizes of the space: outer dims of the value, then the lane
         self.space = (*value.shape[:value.dim() - self.flat], first.lane)
@@ -212,7 +224,7 @@ class Assembler:
 
     def emit(self, node: Node, steps: tuple[Step, ...] = ()) -> str:
         """The name of the value of `node` after `steps`."""
-        key = (node, steps)
+        key = (node, steps, self.to_end)
         if key not in self.memo:
             self.memo[key] = self._emit(node, steps)
         return self.memo[key]
@@ -229,6 +241,11 @@ class Assembler:
             return self._term(self.composites[node].term, steps, node)
         if node is self.regroup:
             return self.emit(node.args[0], steps)
+        if self.moved is not None and node is self.moved.view:
+            below, self.to_end = self.to_end, ()
+            name = self.emit(node.args[0], steps)
+            self.to_end = below
+            return name
         word = lens.kind(node)
         if word == "copy" or lens.is_identity(node) or \
                 (word in REGROUPING_VIEWS and not lens.is_view(node)):
@@ -353,14 +370,12 @@ class Assembler:
         if fake.device != self.device:
             raise Decline(f"operands on {fake.device} and {self.device}", node)
         dims = self._dims(node, fake)
-        lane_stride = fake.stride(-1) if fake.dim() else 1
-        if dims and dims[-1] != 1 and not (same(lane_stride, 1) or same(lane_stride, 0)) and \
-                not steps and self._is_copied(node):
+        if dims and dims[-1] != 1 and not walks(fake):
+            if steps or not self._is_copied(node):
+                raise Decline("the normalised dim is not the innermost in memory (its stride is "
+                              f"{fake.stride(-1)})", node)
             steps = (Step.method("contiguous"),)
-            fake, lane_stride = replay(fake, steps), 1
-        if dims and dims[-1] != 1 and not (same(lane_stride, 1) or same(lane_stride, 0)):
-            raise Decline("the normalised dim is not the innermost in memory (its stride is "
-                          f"{lane_stride})", node)
+            fake = replay(fake, steps)
         key = self._place(node, steps)
         if key in self.memo:
             return self.memo[key]
@@ -445,18 +460,19 @@ def layout_order(node: Node, fake: torch.Tensor) -> tuple[int, ...]:
 def assemble(lens: Lens, pattern: str, norms: Sequence[Norm], interior: frozenset[Node],
              outputs: Sequence[Node], regroup: Node | None = None,
              composites: Sequence[Composite] = (), expands: bool = False,
-             heads: Sequence[Heads] = ()) -> Site:
+             heads: Sequence[Heads] = (), moved: Moved | None = None) -> Site:
     """The site that replaces `interior` and yields `outputs` (nodes of it).
 
     `regroup` is a reshape inside, above the norm: the region works on the shape before it, and the
     reshape is done on the (contiguous) results instead. `composites` are the terms inside. `expands`:
     where a view is taken of a broadcast operand, it is taken of the operand expanded, if sizes are static.
     `heads`: of each norm, where `outputs` are in the shape of their views.
+    `moved` is a view inside, below the norm, that moves the lane; the outputs are below it.
 
     Raises:
         Decline: where the nodes have no exact region, with the node that is in the way.
     """
-    builder = Assembler(lens, norms, interior, outputs[0], regroup, composites, expands, heads)
+    builder = Assembler(lens, norms, interior, outputs[0], regroup, composites, expands, heads, moved)
     written = []
     finish: tuple[Step, ...] = ()
     if regroup is not None:
@@ -464,7 +480,7 @@ def assemble(lens: Lens, pattern: str, norms: Sequence[Norm], interior: frozense
     elif heads:
         finish = heads[0].finish
     elif builder.to_end:
-        finish = (Step.method("movedim", -1, norms[0].axis),)
+        finish = (Step.method("movedim", -1, builder.axis),)
     elif builder.flat > 1:
         finish = (Step.method("unflatten", -1, tuple(norms[0].shape)),)
     for node in outputs:
@@ -485,5 +501,5 @@ def assemble(lens: Lens, pattern: str, norms: Sequence[Norm], interior: frozense
                         tuple(builder.scalar_names), tuple(builder.lines), tuple(written),
                         heads[0].count if heads else 1)
     return Site(pattern, tuple(norms), interior, region, tuple(builder.inputs),
-                tuple(builder.scalars), tuple(outputs), finish, tuple(builder.fakes),
+                tuple(builder.scalars), tuple(outputs), finish, tuple(builder.fakes), axis=builder.axis,
                 composites=tuple(composites), heads=tuple(heads))

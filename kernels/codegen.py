@@ -37,13 +37,15 @@ def generate(region: NormRegion, structure: Structure, tile: Tile, target: Targe
     """The kernel of `region` for tensors laid out as `structure` says.
 
     Raises:
-        Unsupported: the target lacks a dtype, a norm is taken of a value without a lane, or elements move
-            along the lane where they cannot.
+        Unsupported: the target lacks a dtype or wants lanes innermost in memory, a norm is taken of a value
+            without a lane, or elements move along the lane where they cannot.
     """
     words = set(region.dtype_of.values())
     if lacking := sorted(words - set(target.dtypes)):
         raise Unsupported(f"{target.name} does not compute in {', '.join(lacking)}")
     check_moves(region, tile, target)
+    if structure.across and not target.lanes_across:
+        raise Unsupported(f"{target.name} wants lane stride 1")
     if structure.wide and tile.rows > 1:
         raise ValueError("offsets of a tile need 64 bits: one row a tile")
     return Generator(region, structure, tile, target).kernel()
@@ -92,8 +94,10 @@ class Generator:
     def kernel(self) -> KernelSource:
         self.hints = self.target.cache_hints
         # Triton lays a shared [1, D] out otherwise than a GPU's [rows, D] tile, and moves the whole tile
-        # through shared memory to meet it (gated adaLN at D 64 on an H200: 107 us, and 66 without).
-        self.traits = analyse(self.region, self.structure, self.rows, spread=self.target.power_of_two)
+        # through shared memory to meet it (gated adaLN at D 64 on an H200: 107 us, and 66 without). Where
+        # neighbouring threads have neighbouring rows, it moves the [1, D] instead.
+        spread = self.target.power_of_two and not self.structure.across
+        self.traits = analyse(self.region, self.structure, self.rows, spread)
         params = self._params()
         self._prologue()
         body = self.region.body
@@ -130,7 +134,8 @@ class Generator:
         self.tags += [f"O{i}_{n}" for i, (n, _) in enumerate(tensors[len(region.inputs):])]
         params = [(f"P_{tag}", POINTER_TYPES[d]) for tag, (_, d) in zip(self.tags, tensors)]
         for tag, operand in zip(self.tags, structure.operands):
-            params += [(f"S_{tag}_{d}", "i64") for d, m in enumerate(operand.moving) if m]
+            params += [(f"S_{tag}_{d}", "i64") for d in operand.passed(structure.blocked)]
+            params += [(f"S_{tag}_LANE", "i64")] * operand.across
         params += [(f"N_{d}", "i32") for d in range(structure.dims)]
         params.append(("TILES", "i32"))
         if self.target.persistent:
@@ -172,35 +177,39 @@ class Generator:
 
     def _decode(self) -> None:
         """From the tile's index to an index per outer dim, and to every operand's address."""
-        dims, blocked = self.structure.dims, self.structure.blocked
+        dims, blocked, grain = self.structure.dims, self.structure.blocked, self.structure.grain
         self.put(f"# The tile's place; rows run along dim {blocked}.")
+        size = f"N_{blocked}"
+        if grain > 1:
+            self.put(f"SIZE = {size} * {grain}")
+            size = "SIZE"
         rest = "TILE"
         for d in reversed(range(dims)):
             if d == 0:
                 self.put(f"I_0 = {rest}")
                 break
-            count = f"N_{d}"
+            count = size if d == blocked else f"N_{d}"
             if d == blocked and self.rows > 1:
                 count = "BLOCKS"
-                self.put(f"BLOCKS = (N_{d} + {self.rows - 1}) // {self.rows}")
+                self.put(f"BLOCKS = ({size} + {self.rows - 1}) // {self.rows}")
             self.put(f"I_{d} = {rest} % {count}")
             self.put(f"REST_{d} = {rest} // {count}")
             rest = f"REST_{d}"
         if self.rows > 1:
             self.put(f"ROW_0 = I_{blocked} * {self.rows}")
-            self.put(f"ROW_IN = (ROW_0 + ROW) < N_{blocked}")
+            self.put(f"ROW_IN = (ROW_0 + ROW) < {size}")
         used = self.tags[:len(self.region.inputs)]
         for tag, operand in zip(self.tags, self.structure.operands):
             if (tag in used and tag not in self.needed) or not any(operand.moving):
                 continue
-            terms = []
-            for d, moves in enumerate(operand.moving):
-                if moves:
-                    index = "ROW_0" if d == blocked and self.rows > 1 else f"I_{d}"
-                    terms.append(f"{index}.to(tl.int64) * S_{tag}_{d}")
+            row = "ROW_0" if self.rows > 1 else f"I_{blocked}"
+            terms = [f"{row if d == blocked else f'I_{d}'}.to(tl.int64) * S_{tag}_{d}"
+                     for d in operand.passed(blocked)]
             offset = " + ".join(terms)
-            if operand.unit > 1:
+            if operand.unit > 1 and terms:
                 offset = f"({offset}) * {operand.unit}"
+            if operand.adjacent:
+                offset = f"{offset} + {row}" if terms else row
             self.put(f"A_{tag} = P_{tag} + {offset}")
 
     def _names(self, wanted=None) -> list[str]:
@@ -259,14 +268,23 @@ class Generator:
         base = f"A_{tag}" if any(operand.moving) else f"P_{tag}"
         parts = []
         moves = operand.moving[self.structure.blocked]
+        if operand.across:
+            # D times its stride may not fit 32 bits. In front of the rows: it is the same for all of them.
+            step = f"(S_{tag}_LANE * {operand.unit})" if operand.unit > 1 else f"S_{tag}_LANE"
+            base = f"{base} + COL.to(tl.int64) * {step}"
         if rows and moves:
-            step = f"S_{tag}_{self.structure.blocked}.to(tl.int32)"
-            parts.append(f"ROW * ({step} * {operand.unit})" if operand.unit > 1 else f"ROW * {step}")
-        if operand.lane:
+            parts.append(self._row_offset(tag, operand))
+        if operand.lane and not operand.across:
             column = "IN_HEAD" if tag in self.shared else "COL"
             parts.append(column if moves or not rows else
                          f"tl.broadcast_to({column}, ({self.rows}, {self.cols}))")
         return f"{base} + ({' + '.join(parts)})" if parts else base
+
+    def _row_offset(self, tag: str, operand) -> str:
+        if operand.adjacent:
+            return "ROW"
+        step = f"S_{tag}_{self.structure.blocked}.to(tl.int32)"
+        return f"ROW * ({step} * {operand.unit})" if operand.unit > 1 else f"ROW * {step}"
 
     def _mask(self, rows: bool, lane: bool) -> list[str]:
         return ["ROW_IN"] * rows + ["COL_IN"] * (lane and self.padded)

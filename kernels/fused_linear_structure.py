@@ -361,6 +361,8 @@ def _part(region: NormRegion, shapes, strides,
           absent) -> tuple[PartStructure, tuple[int, ...], tuple[int, ...]]:
     """(structure, run-time integers, space) of a region over the rows of A."""
     walk: Layout = layout(region, shapes, strides)
+    if walk.structure.across:
+        raise Unsupported(f"lane stride {walk.lanes[0]} beside matrix products")
     operands, steps = list(walk.structure.operands), list(walk.strides)
     if region.rank == 1:
         # One row without a dim of its own: outputs step to a next row that there is not.

@@ -5,6 +5,11 @@ size 1 are dropped, dims that lie behind one another in every operand and output
 sorted by stride. One dim is *blocked*: the rows of a tile run along it, so that a tile is a
 `[rows, D]` piece of every operand. The others are decoded from the tile's index with scalar arithmetic.
 
+As a rule the lane is innermost in memory. In a contiguous NCHW tensor that is normalised over C it lies
+*across*: lane elements are a stride apart, and it is the rows that are neighbours. Then rows run along
+memory, and neighbouring threads of a GPU read neighbouring rows. Where neither are neighbours there is no
+kernel: it would be slower than the copy that the reference makes.
+
 The sizes and strides are run-time arguments of the kernel. What the generated source depends on, and
 what therefore keys a kernel, is the layout's `Structure`.
 """
@@ -40,15 +45,24 @@ class OperandStructure:
 
     Attributes:
         moving: per outer dim, whether the operand's stride is not 0.
-        lane: whether it has a value per lane element (lane stride 1), or one for all (stride 0). An operand
-            that all heads read (`NormRegion.is_shared`) has one per element of a head.
-        unit: power of two, in elements, that divides D and every stride; strides are passed in units,
-            so that the compiler can prove the alignment of a row.
+        lane: whether it has a value per lane element, or one for all (lane stride 0). An operand that all
+            heads read (`NormRegion.is_shared`) has one per element of a head.
+        unit: power of two, in elements, that divides every stride that is passed, and D where the lane is
+            innermost; strides are passed in units, so that the compiler can prove alignments.
+        across: the lane has another stride than 1, which is passed.
+        adjacent: the stride along the blocked dim is the literal 1 and is not passed; said only where the
+            lane of some operand lies across.
     """
 
     moving: tuple[bool, ...]
     lane: bool
     unit: int
+    across: bool = False
+    adjacent: bool = False
+
+    def passed(self, blocked: int) -> tuple[int, ...]:
+        """The outer dims whose strides are arguments of a kernel with these rows."""
+        return tuple(d for d, m in enumerate(self.moving) if m and not (self.adjacent and d == blocked))
 
 
 @dataclass(frozen=True)
@@ -59,21 +73,33 @@ class Structure:
         dims: number of outer dims, 1 to MAX_DIMS, outermost first.
         blocked: which of them the rows of a tile run along.
         operands: inputs, then outputs, in the region's order.
-        wide: offsets inside a tile may exceed 32 bits, so a tile must have one row.
+        wide: offsets from row to row of a tile may exceed 32 bits, so a tile must have one row.
+        grain: power of two that divides the number of rows, which is passed in grains; 1 where no lane lies
+            across. (A vector of rows is masked as a whole only where the compiler sees that.)
     """
 
     dims: int
     blocked: int
     operands: tuple[OperandStructure, ...]
     wide: bool
+    grain: int = 1
+
+    @property
+    def across(self) -> bool:
+        """Whether the lane of an operand lies across."""
+        return any(operand.across for operand in self.operands)
 
     def __str__(self) -> str:
         def word(operand: OperandStructure) -> str:
-            strides = ["s" if m else "0" for m in operand.moving] + ["1" if operand.lane else "0"]
+            strides = ["s" if m else "0" for m in operand.moving]
+            if operand.adjacent:
+                strides[self.blocked] = "1"
+            strides.append("s" if operand.across else "1" if operand.lane else "0")
             return f"({', '.join(strides)})/{operand.unit}"
 
         names = " ".join(word(x) for x in self.operands)
-        return f"{self.dims} outer dims, rows along dim {self.blocked}; strides/unit {names}"
+        rows = f"rows along dim {self.blocked}" + (f", in {self.grain}s" if self.grain > 1 else "")
+        return f"{self.dims} outer dims, {rows}; strides/unit {names}"
 
 
 @dataclass(frozen=True)
@@ -85,12 +111,14 @@ class Layout:
         sizes: sizes of the kernel's outer dims, outermost first; never empty.
         strides: per operand (inputs, then outputs), elements, one per kernel dim.
         structure: see `Structure`.
+        lanes: of each operand whose lane lies across, in order, its lane stride in elements.
     """
 
     space: tuple[int, ...]
     sizes: tuple[int, ...]
     strides: tuple[tuple[int, ...], ...]
     structure: Structure
+    lanes: tuple[int, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -106,11 +134,17 @@ class Layout:
         return count
 
     def arguments(self, rows: int) -> tuple[int, ...]:
-        """The kernel's integer arguments: strides in units where they are not 0, sizes, tile count."""
+        """The kernel's integer arguments: strides in units where they are passed, lane strides where they
+        are not 1, sizes, tile count."""
+        blocked, lanes = self.structure.blocked, iter(self.lanes)
         values = []
         for operand, strides in zip(self.structure.operands, self.strides):
-            values += [s // operand.unit for s, m in zip(strides, operand.moving) if m]
-        return (*values, *self.sizes, self.tiles(rows))
+            values += [strides[d] // operand.unit for d in operand.passed(blocked)]
+            if operand.across:
+                values.append(next(lanes) // operand.unit)
+        sizes = list(self.sizes)
+        sizes[blocked] //= self.structure.grain
+        return (*values, *sizes, self.tiles(rows))
 
 
 def layout(region: NormRegion, shapes: Sequence[Sequence[int]],
@@ -131,10 +165,9 @@ def layout(region: NormRegion, shapes: Sequence[Sequence[int]],
         rows.append(_padded(region, operand, shape, stride, space))
     if out_strides is None:
         out_strides = [dense_strides(space, out.order) for out in region.outputs]
-    for out, stride in zip(region.outputs, out_strides, strict=True):
-        if stride[-1] != 1 and region.lane > 1:
-            raise Unsupported(f"lane stride of output {out.value} is {stride[-1]}, not 1")
-        rows.append([*(s if n > 1 else 0 for s, n in zip(stride[:-1], space)), 1])
+    for stride in out_strides:
+        rows.append([*(s if n > 1 else 0 for s, n in zip(stride[:-1], space)),
+                     stride[-1] if region.lane > 1 else 1])
     lanes = [row[-1] for row in rows]
     lengths = [region.head if region.is_shared(x) else region.lane for x in region.inputs]
     lengths += [region.lane] * len(region.outputs)
@@ -151,16 +184,24 @@ def layout(region: NormRegion, shapes: Sequence[Sequence[int]],
     if max(sizes) > INT32_MAX or region.lane > INT32_MAX:
         raise Unsupported("a dim of more than 2^31 elements")
     by_operand = tuple(tuple(column[i] for _, column in dims) for i in range(len(rows)))
-    blocked = _blocked(sizes, by_operand)
+    across = [lane not in (0, 1) for lane in lanes]
+    if region.heads > 1 and any(across):
+        raise Unsupported("a lane of heads that lies across memory")
+    blocked = _blocked(sizes, by_operand, across)
+    _check_neighbours(region, lanes, [column[blocked] for column in by_operand])
     dtypes = [x.dtype for x in region.inputs] + [x.dtype for x in region.outputs]
-    operands = tuple(
-        OperandStructure(tuple(s != 0 for s in column), bool(lane),
-                         _unit((length, *column), DTYPES[dtype]) if units else 1)
-        for column, lane, length, dtype in zip(by_operand, lanes, lengths, dtypes)
-    )
+    operands = []
+    for column, lane, apart, length, dtype in zip(by_operand, lanes, across, lengths, dtypes):
+        adjacent = any(across) and column[blocked] == 1
+        passed = [s for d, s in enumerate(column) if not (adjacent and d == blocked)]
+        unit = _unit((lane if apart else length, *passed), DTYPES[dtype]) if units else 1
+        operands.append(OperandStructure(tuple(s != 0 for s in column), bool(lane), unit, apart, adjacent))
+    # Where a lane lies across, its offsets take 64 bits (codegen).
     reach = max(column[blocked] for column in by_operand) * MAX_ROWS + region.lane
-    return Layout(space, sizes, by_operand,
-                  Structure(len(sizes), blocked, operands, wide=reach > INT32_MAX))
+    grain = gcd(VECTOR_BYTES // 2, sizes[blocked]) if units and any(across) else 1
+    structure = Structure(len(sizes), blocked, tuple(operands), reach > INT32_MAX, grain)
+    return Layout(space, sizes, by_operand, structure,
+                  tuple(lane for lane, apart in zip(lanes, across) if apart))
 
 
 def _padded(region, operand, shape, stride, space) -> list[int]:
@@ -181,8 +222,6 @@ def _padded(region, operand, shape, stride, space) -> list[int]:
     if region.lane == 1:
         # A lane of one element has no stride; 1 keeps it a value "per lane element".
         row[-1] = 1
-    elif row[-1] not in (0, 1):
-        raise Unsupported(f"lane stride of {operand.name} is {row[-1]}, not 1")
     if any(s < 0 for s in row):
         raise Unsupported(f"a negative stride of {operand.name}")
     return row
@@ -216,16 +255,28 @@ def _sorted(dims: list, lanes: list[int]) -> list:
     return sorted(dims, key=lambda d: (d[1][primary], d[1][-1]), reverse=True)
 
 
-def _blocked(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> int:
+def _blocked(sizes: Sequence[int], strides: Sequence[Sequence[int]], across: Sequence[bool]) -> int:
     """The dim that rows run along: long enough to fill tiles; of those, the one along which most
-    operands stay (an adaLN scale is then loaded once a tile); of those, the one whose rows lie closest."""
+    operands stay (an adaLN scale is then loaded once a tile); of those, the one whose rows lie closest.
+    Where lanes lie across, however, the dim along which most such operands are neighbours in memory."""
     enough = min(max(sizes), 64)
 
     def cost(d: int) -> tuple:
         steps = [column[d] for column in strides]
-        return sum(s != 0 for s in steps), max(steps)
+        neighbours = sum(step == 1 for step, apart in zip(steps, across) if apart)
+        return -neighbours, sizes[d] < enough, sum(s != 0 for s in steps), max(steps)
 
-    return min((d for d, size in enumerate(sizes) if size >= enough), key=cost)
+    return min(range(len(sizes)), key=cost)
+
+
+def _check_neighbours(region: NormRegion, lanes: Sequence[int], steps: Sequence[int]) -> None:
+    """Unsupported unless the rows of all operands whose lane lies across are neighbours in memory; some may
+    have one row for the whole tile. `steps`: from row to row."""
+    names = [x.name for x in region.inputs] + [f"output {x.value}" for x in region.outputs]
+    neighbours = any(step == 1 for lane, step in zip(lanes, steps) if lane not in (0, 1))
+    for name, lane, step in zip(names, lanes, steps):
+        if lane not in (0, 1) and (step not in (0, 1) or not neighbours):
+            raise Unsupported(f"lane stride of {name} is {lane}, not 1")
 
 
 def _unit(strides: Sequence[int], itemsize: int) -> int:

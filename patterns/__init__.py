@@ -143,8 +143,8 @@ def candidate(lens: Lens, found: Found, claimed: Collection[Node] = (),
             raise Decline("gradients are recorded here, and the option training is 'decline'", norm.out)
         name = pattern_name(lens, (norm,), grown)
         site = assemble(lens, name, (norm,), grown.interior, grown.outputs, grown.regroup,
-                        grown.composites, heads=grown.heads)
-        check_kernel(site)
+                        grown.composites, heads=grown.heads, moved=grown.moved)
+        check_kernel(lens, site)
         if any(lens.tensor(node).requires_grad for node in grown.outputs) and \
                 any(lens.is_overwritten(node, site.interior) for node, _ in site.inputs):
             raise Decline("an operand is written in place, and backward needs what it was", norm.out)

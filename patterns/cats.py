@@ -76,7 +76,7 @@ def _cat(lens: Lens, node: Node) -> CatNode | None:
 
 def _into_cats(lens: Lens, site, cats: dict[Node, CatNode]) -> Site | None:
     """`site` with all its results given as parts of cats; None where one is read in another way."""
-    if type(site) is not Site or site.finish or site.norms[0].axis is not None:
+    if type(site) is not Site or site.finish or site.axis is not None:
         return None
     ends, views = [], set()
     for out in site.outputs:

@@ -64,8 +64,8 @@ def _proposals(lens: Lens, site: Site, taken: Taken) -> Iterator[ChainSite]:
     """The chains that begin with `site`, longest first."""
     steps: list[Product | Score | Pointwise] = []
     ends: list[int] = []
-    first = site.norms[0].axis is not None
-    frontier = list(site.outputs) if _has_layout(lens, site) else []
+    first = site.axis is not None
+    frontier = _with_features_innermost(site) if _has_layout(lens, site) else []
     while frontier:
         products = [p for node in frontier for p in products_of(lens, site, node, first, taken)]
         if not products:
@@ -94,8 +94,14 @@ def _proposals(lens: Lens, site: Site, taken: Taken) -> Iterator[ChainSite]:
 def _has_layout(lens: Lens, site: Site) -> bool:
     """Whether the values of `site` are in a layout of patterns/chain_products.py. (One that a regrouping
     follows is read in another shape than the region yields.)"""
-    axis = site.norms[0].axis
+    axis = site.axis
     return not site.finish if axis is None else axis in (1, -3) and lens.tensor(site.outputs[0]).dim() == 4
+
+
+def _with_features_innermost(site: Site) -> list[Node]:
+    """The outputs whose features are innermost in memory, as products read them."""
+    last = site.region.outer
+    return [node for node, out in zip(site.outputs, site.region.outputs) if out.order[-1] == last]
 
 
 def _behind(lens: Lens, site: Site, products: list[Product], first: bool,
@@ -242,8 +248,10 @@ def _assembled(lens: Lens, leaf: Node, nodes: frozenset[Node], chain: Collection
     columns = {node for node in nodes if node in parts or isinstance(value_of(node), (tuple, list))}
     try:
         region = assemble(lens, "pointwise", (space,), nodes - columns, (leaf,))
-        check_kernel(region)
+        check_kernel(lens, region)
     except Decline:
+        return None
+    if not _with_features_innermost(region):
         return None
     moved = len(_to_end(axis))
     if any(len(views) != moved for node, views in region.inputs if node in chain or not moved):

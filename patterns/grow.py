@@ -13,12 +13,14 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
+from ..across import lies_across, walks
 from ..effects import value_of
 from ..graph import Lens, same, same_shape
 from ..heads import Heads, heads_below
 from ..kernels.reference import DTYPE_WORDS
 from ..kinds import REGROUPING_VIEWS, STRIDE_FREE_VIEWS
-from ..site import NUMBERS, Composite, Decline, Norm, pointwise_args, pointwise_word
+from ..site import NUMBERS, Composite, Decline, Moved, Norm, pointwise_args, pointwise_word
+from ..views import Step, replay
 from .rotary import ELEMENTWISE, MAX_LANE, rotations
 from .written_rotary import written_below
 
@@ -71,6 +73,7 @@ class Grown:
     regroup: Node | None
     composites: tuple[Composite, ...] = ()
     heads: tuple[Heads, ...] = ()
+    moved: Moved | None = None
 
 
 class Grower:
@@ -89,6 +92,7 @@ class Grower:
         self.templates: dict[Node, Node] = {}
         self.regroup: Node | None = None
         self.heads: tuple[Heads, ...] = ()
+        self.moved: Moved | None = None
         first = norms[0]
         self.segment = lens.segment[first.out]
         self.space = lens.tensor(first.value).shape
@@ -106,7 +110,7 @@ class Grower:
         outputs = [leaf for out in outputs for leaf in self._down(out)]
         self._close_templates(outputs)
         return Grown(frozenset(self.interior), (*outputs, *self.stored), self.regroup,
-                     tuple(self.composites), self.heads)
+                     tuple(self.composites), self.heads, self.moved)
 
     def _close_templates(self, outputs: list[Node]) -> None:
         for cast, value in self.templates.items():
@@ -234,8 +238,8 @@ class Grower:
         return any(arg in self.below for arg in node.all_input_nodes)
 
     def _plain_copy(self, node: Node, word: str) -> bool:
-        """A cast or copy of one float tensor that keeps the shape, and whose source has the lane
-        innermost."""
+        """A cast or copy of one float tensor that keeps the shape, and whose source has the lane where
+        kernels walk it."""
         if not self.reach.copies:
             return False
         source = self.lens.tensor(node.args[0]) if node.args else None
@@ -246,7 +250,8 @@ class Grower:
             return False
         if source.dim() != self.lens.tensor(self.norms[0].value).dim():
             return True  # a vector: its layout is checked where it is read
-        kept = same(source.stride(self.axis), 1) or same(source.shape[self.axis], 1)
+        kept = same(source.stride(self.axis), 1) or same(source.shape[self.axis], 1) or \
+            lies_across(source, self.axis)
         return kept or (word == "to" and not same(fake.stride(self.axis), 1))
 
     def _pointwise(self, node: Node, same_only: bool) -> bool:
@@ -280,9 +285,10 @@ class Grower:
             return False
         tail = shape[len(shape) - fake.dim():]
         fits = all(same(size, space) or same(size, 1) for size, space in zip(fake.shape, tail))
-        if not fits or fake.dim() == 0 or self.axis != -1:
+        lane = self.axis if self.axis < 0 else self.axis - len(shape)
+        if not fits or fake.dim() < -lane:
             return fits
-        return same(fake.shape[-1], 1) or same(fake.stride(-1), 1) or same(fake.stride(-1), 0)
+        return same(fake.shape[lane], 1) or walks(fake, lane)
 
     def _inner_shape(self):
         return self.space if self.regroup is None else self.lens.tensor(self.regroup.args[0]).shape
@@ -307,6 +313,8 @@ class Grower:
             heads = heads_below(self.lens, node, readers[0], self._mine)
             if heads is not None:
                 return self._down_heads(heads, node, twins)
+        if len(readers) == 1 and not twins and (axis := self._lane_moved_to(readers[0], node)) is not None:
+            return self._down_through(readers[0], node, twins, axis)
         composites = self._rotations(node, twins)
         hidden = set().union(*(composite.nodes for composite in composites))
         readers = [reader for reader in readers if reader not in hidden]
@@ -359,30 +367,51 @@ class Grower:
     def _passes_view(self, view: Node, node: Node) -> bool:
         """Whether what follows `view` may be computed on the view: it leaves the lane alone, and
         nothing else is written by the site."""
-        lens, fake = self.lens, self.lens.tensor(view)
-        if fake is None or not self.reach.pointwise_down or self.stored or self.flat or \
-                self.regroup is not None or self.axis != -1 or len(self.norms) > 1 or self.heads:
+        if not self._may_pass(view):
             return False
-        source = lens.tensor(node)
+        lens, fake, source = self.lens, self.lens.tensor(view), self.lens.tensor(node)
         # A view cannot be taken of a broadcast operand (a modulate's [B, 1, D]) that stands above it.
         if any(arg not in self.interior and lens.tensor(arg).dim() > 1
                and not same_shape(lens.tensor(arg).shape, source.shape)
                for below in self.below if pointwise_word(lens, below) for arg in self._tensor_args(below)):
             return False
-        return lens.is_view(view) and lens.kind(view) in STRIDE_FREE_VIEWS and self._mine(view) and \
-            fake.dim() > 0 and same(fake.shape[-1], source.shape[-1]) and \
+        return fake.dim() > 0 and same(fake.shape[-1], source.shape[-1]) and \
             same(fake.stride(-1), source.stride(-1)) and not same(source.shape[-1], 1)
 
-    def _down_through(self, view: Node, node: Node, twins: list[Node]) -> list[Node]:
-        """Go on below a view (q.transpose(1, 2) before a rotary embedding, or before a copy); alone it
-        is not worth taking, since it costs nothing where it is."""
-        before = set(self.interior), self.space
+    def _may_pass(self, view: Node) -> bool:
+        """Whether growth may go on below a view at all."""
+        lens = self.lens
+        return lens.tensor(view) is not None and self.reach.pointwise_down and not self.stored and \
+            not self.flat and self.regroup is None and self.axis == -1 and len(self.norms) == 1 and \
+            not self.heads and lens.is_view(view) and lens.kind(view) in STRIDE_FREE_VIEWS and \
+            self._mine(view)
+
+    def _lane_moved_to(self, view: Node, node: Node) -> int | None:
+        """The dim to which `view` moves the lane of `node`, the others keeping their order (the permute back
+        to NCHW); None where it is another view, or growth cannot go on below it."""
+        if not self._may_pass(view) or self.composites:
+            return None
+        source, fake = self.lens.tensor(node), self.lens.tensor(view)
+        for axis in range(fake.dim() - 1) if fake.dim() == source.dim() else ():
+            back = replay(fake, (Step.method("movedim", axis, -1),))
+            if same_shape(back.shape, source.shape) and same_shape(back.stride(), source.stride()) and \
+                    same(back.storage_offset(), source.storage_offset()):
+                return axis
+        return None
+
+    def _down_through(self, view: Node, node: Node, twins: list[Node], axis: int | None = None) -> list[Node]:
+        """Go on below a view (q.transpose(1, 2) before a rotary embedding, or before a copy; one that moves
+        the lane to dim `axis`); alone it is not worth taking, since it costs nothing where it is."""
+        before = set(self.interior), self.space, self.axis
         self.interior.update([view], twins)
         self.below.update([view], twins)
         self.space = self.lens.tensor(view).shape
+        if axis is not None:
+            self.axis, self.moved = axis, Moved(view, axis)
         leaves = self._down(view)
         if leaves == [view]:
-            self.interior, self.space = before
+            self.interior, self.space, self.axis = before
+            self.moved = None
             return [node]
         return leaves
 

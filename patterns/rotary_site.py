@@ -70,7 +70,7 @@ def _site(lens: Lens, composite: Composite, held: Collection[Node], no_grad: boo
         try:
             site = assemble(lens, PATTERN, (space,), grown.interior, grown.outputs,
                             composites=grown.composites)
-            check_kernel(site)
+            check_kernel(lens, site)
         except Decline:
             continue
         recorded = any(lens.tensor(node).requires_grad for node in grown.outputs)
@@ -147,7 +147,7 @@ def _joined(lens: Lens, first: Site, other: Site) -> Site | None:
     try:
         site = assemble(lens, PATTERN, (*first.norms, *other.norms), first.interior | other.interior,
                         (*first.outputs, *other.outputs), composites=(*first.composites, *other.composites))
-        check_kernel(site)
+        check_kernel(lens, site)
     except Decline:
         return None
     if not len(site.inputs) < len(first.inputs) + len(other.inputs) or len(site.inputs) > MAX_OPERANDS:

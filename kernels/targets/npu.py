@@ -35,7 +35,9 @@ def describe(soc: str) -> Target:
                   persistent=True, double_buffer=True, units=False, precise=False,
                   dtypes=("bf16", "f16", "f32"),
                   eager_buffers=budget > DEFAULT[1],
-                  permutes=False)  # Ascend's compiler takes a permutation of the lane element by element
+                  # Ascend's compiler takes a permutation of the lane element by element, and wants its stride
+                  # to be the literal 1.
+                  permutes=False, lanes_across=False)
 
 
 def target(index: int) -> Target:

@@ -32,6 +32,7 @@ class Target:
         eager_buffers: the compiler holds every loaded and stored tile twice before it saves memory
             elsewhere (Ascend 950); else it reuses buffers first.
         permutes: tiles may be permuted along the lane (region.LANE_OPS).
+        lanes_across: lane elements may be a stride apart in memory, where neighbouring rows are neighbours.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Target:
     precise: bool
     dtypes: tuple[str, ...] = FLOATS
     permutes: bool = True
+    lanes_across: bool = True
     eager_buffers: bool = False
     cache_hints: bool = False
 

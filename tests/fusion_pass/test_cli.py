@@ -85,6 +85,12 @@ class Ffn(nn.Module):
         h = self.norm(x)
         return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
 def ffn(): return Ffn().bfloat16(), torch.randn(2, 33, 64).bfloat16()
+class Channels(nn.Module):
+    def forward(self, x):
+        mean = x.pow(2).mean(1, keepdim=True)
+        written = x * torch.rsqrt(mean + 1e-6)
+        return written, nn.functional.layer_norm(x.permute(0, 2, 3, 1), (24,))
+def channels(): return Channels(), torch.randn(2, 24, 8, 8)
 def fails(): raise KeyError("no such config")
 def takes(size): return None
 def nothing(): return None
@@ -173,6 +179,13 @@ def test_explain_as_json(cli):
     assert site["device"] == "npu:0" and site["kernel"].startswith("aln_layer_norm_")
     assert site["hidden_kernels"] == ["Slice", "Cast", "Cast"]
     assert two[0]["sites"][0]["kernel"] != site["kernel"], "kernels are named for the SoC"
+
+
+def test_ascend_wants_channels_innermost(cli):
+    """Elsewhere both are read where they lie (tests/patterns/test_channel_norm.py)."""
+    written, library = explained(cli, "channels")[0]["sites"]
+    assert written["status"] == "declined" and "not the innermost in memory" in written["reason"]
+    assert library["status"] == "fused" and library["bytes_after"] == library["bytes_before"]  # of a copy
 
 
 @pytest.mark.parametrize("name, graphs", [("keywords", 1), ("function", 1), ("huge", 1), ("breaks", 2)])
