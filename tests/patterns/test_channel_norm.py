@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from ascend_ln_fuse import last_reports
+from ascend_ln_fuse.across import INNERMOST, LEAST_RUN_BYTES, MAX_ACROSS, lies_across
 from ascend_ln_fuse.kernels import launch
 from ascend_ln_fuse.kernels.ops import runner
-from ascend_ln_fuse.across import INNERMOST, LEAST_RUN_BYTES, MAX_ACROSS, lies_across
 
 
 class LayerNorm2d(nn.LayerNorm):
