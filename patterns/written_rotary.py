@@ -49,16 +49,10 @@ def written_rotation(lens: Lens, buffer: Node) -> Composite | None:
 
 
 def written_below(lens: Lens, value: Node) -> list[Composite]:
-    """The rotary embeddings of `value` that are written into buffers like it, with tables that are not made
-    of it."""
+    """The rotary embeddings of `value` that are written into buffers like it."""
     found = (written_rotation(lens, user) for user in value.users)
-    return [composite for composite in found if composite is not None and _embeds(lens, composite, value)]
-
-
-def _embeds(lens: Lens, composite: Composite, value: Node) -> bool:
-    tables = [node for node in composite.term.values if node is not value]
-    return len(tables) < len(composite.term.values) and bool(tables) and \
-        not lens.leads_into(value, tables) and not any(map(lens.is_mutated, composite.term.values))
+    return [composite for composite in found if composite is not None and value in composite.term.values and
+            not any(map(lens.is_mutated, composite.term.values))]
 
 
 def _is(lens: Lens, word: str, node) -> bool:

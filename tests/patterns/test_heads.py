@@ -5,6 +5,7 @@ from importlib import import_module
 import pytest
 import torch
 from checks import check, fresh
+from einops import rearrange
 from rotary_forms import (
     DTYPES,
     DYNAMIC,
@@ -373,11 +374,17 @@ def part_of_a_head(q, cos, sin, rotate):
 
 
 def tables_made_of_it(q, cos, sin, rotate):
-    return wan(q, cos * q.sum(-1, keepdim=True), sin, rotate)
+    return written(q, cos * q.sum(-1, keepdim=True), sin, rotate)
+
+
+def tables_written(q, cos, sin, rotate):
+    first = written(q, cos, sin, rotate)
+    cos.mul_(2)
+    return first
 
 
 def buffer_written_again(q, cos, sin, rotate):
-    out = wan(q, cos, sin, rotate)
+    out = written(q, cos, sin, rotate)
     out[..., 0] = 0
     return out
 
@@ -392,7 +399,8 @@ def buffer_of_another_dtype(q, cos, sin, rotate):
 
 @DYNAMIC
 @pytest.mark.parametrize("form", [two_readers, tables_of_it, only_scaled, written_in_place, part_of_a_head,
-                                  tables_made_of_it, buffer_written_again, buffer_of_another_dtype],
+                                  tables_made_of_it, tables_written, buffer_written_again,
+                                  buffer_of_another_dtype],
                          ids=lambda f: f.__name__)
 def test_apart(form, dynamic):
     for dtype in (torch.float32, torch.bfloat16):
@@ -409,7 +417,7 @@ def test_heads_in_front_in_memory():
 
 def other_heads(q):
     """Each consists of every fourth element."""
-    return q.unflatten(-1, (D, H)).transpose(2, 3)
+    return rearrange(q, "b l (d h) -> b l h d", h=H)
 
 
 def heads_of_heads(q):
