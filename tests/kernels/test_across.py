@@ -249,6 +249,8 @@ def test_source():
     assert "SIZE = N_1 * 8" in body
     assert "A_x + COL.to(tl.int64) * (S_x_LANE * 8) + (ROW)" in body
     assert not re.search(r"S_x_1\b", kernel.source)  # the literal 1
+    # A vector that all rows share is no tile, or Triton would move the whole tile to meet it.
+    assert re.search(r"w = tl.load\(P_w \+ \(LANE\), mask=LANE_IN.*\n.*\)\[None, :\]", body)
     assert "rows along dim 1, in 8s; strides/unit (s, 1, s)/8" in kernel.source
 
 
