@@ -97,8 +97,8 @@ def contiguous(kind: Callable[[int], NormRegion], lane: int, megabytes: int = 64
 
 
 def channels(lane: int, pixels: int, images: int, order: str = "0, 2, 1") -> Case:
-    """A norm over the channels of contiguous [N, C, P], with SiLU; `order` says
-    where the result lies ("0, 1, 2": contiguous [N, P, C])."""
+    """A norm over the channels of contiguous [N, C, P], with SiLU; `order` says where the result lies: as x,
+    or ("0, 1, 2") contiguous as [N, P, C]."""
     text = (f"space [*, *, {lane}]\nin x: bf16[*, *, {lane}]\nin w: bf16[{lane}]\nin b: bf16[{lane}]\n"
             "scalar eps\nv0: bf16 = layer_norm(x, w, b, eps)\nv1: bf16 = silu(v0)\n"
             f"out v1: bf16 order({order})")

@@ -94,8 +94,8 @@ class Generator:
     def kernel(self) -> KernelSource:
         self.hints = self.target.cache_hints
         # Triton lays a shared [1, D] out otherwise than a GPU's [rows, D] tile, and moves the whole tile
-        # through shared memory to meet it (gated adaLN at D 64 on an H200: 107 us, and 66 without). Where
-        # neighbouring threads have neighbouring rows, it moves the [1, D] instead.
+        # through shared memory to meet it (gated adaLN at D 64 on an H200: 107 us, and 66 without). Where a
+        # lane lies across, it is loaded as [D], which is no tile: then it is the [D] that is moved.
         spread = self.target.power_of_two and not self.structure.across
         self.traits = analyse(self.region, self.structure, self.rows, spread)
         params = self._params()
@@ -165,13 +165,19 @@ class Generator:
             self.put(f"for C0 in range(0, {self.lane}, {self.cols}):")
             self.indent += 1
             first = "C0 + "
+        across = self.structure.across
+        name, shape = ("LANE", "") if across else ("COL", "[None, :]")
         if by_halves(self.region):
-            for line in places(self.region, self.cols):
+            for line in places(self.region, self.cols, name, shape):
                 self.put(line)
         else:
-            self.put(f"COL = {first}tl.arange(0, {self.cols})[None, :]")
+            self.put(f"{name} = {first}tl.arange(0, {self.cols}){shape}")
             if self.padded:
-                self.put(f"COL_IN = COL < {self.lane}")
+                self.put(f"{name}_IN = {name} < {self.lane}")
+        if across:
+            self.put("COL = LANE[None, :]")
+            if self.padded:
+                self.put("COL_IN = LANE_IN[None, :]")
         if self.shared:
             self.put(f"IN_HEAD = COL % {self.region.head}")
 
@@ -264,18 +270,18 @@ class Generator:
 
     # -- memory --------------------------------------------------------------------------------
 
-    def _address(self, tag: str, operand, rows: bool) -> str:
+    def _address(self, tag: str, operand, rows: bool, column: str = "COL") -> str:
         base = f"A_{tag}" if any(operand.moving) else f"P_{tag}"
         parts = []
         moves = operand.moving[self.structure.blocked]
         if operand.across:
             # D times its stride may not fit 32 bits. In front of the rows: it is the same for all of them.
             step = f"(S_{tag}_LANE * {operand.unit})" if operand.unit > 1 else f"S_{tag}_LANE"
-            base = f"{base} + COL.to(tl.int64) * {step}"
+            base = f"{base} + {column}.to(tl.int64) * {step}"
         if rows and moves:
             parts.append(self._row_offset(tag, operand))
         if operand.lane and not operand.across:
-            column = "IN_HEAD" if tag in self.shared else "COL"
+            column = "IN_HEAD" if tag in self.shared else column
             parts.append(column if moves or not rows else
                          f"tl.broadcast_to({column}, ({self.rows}, {self.cols}))")
         return f"{base} + ({' + '.join(parts)})" if parts else base
@@ -286,18 +292,21 @@ class Generator:
         step = f"S_{tag}_{self.structure.blocked}.to(tl.int32)"
         return f"ROW * ({step} * {operand.unit})" if operand.unit > 1 else f"ROW * {step}"
 
-    def _mask(self, rows: bool, lane: bool) -> list[str]:
-        return ["ROW_IN"] * rows + ["COL_IN"] * (lane and self.padded)
+    def _mask(self, rows: bool, lane: bool, column: str = "COL") -> list[str]:
+        return ["ROW_IN"] * rows + [f"{column}_IN"] * (lane and self.padded)
 
     def _load(self, name: str) -> None:
         value, operand = self.traits[name], self.loaded[name]
-        mask = self._mask(value.rows and operand.moving[self.structure.blocked], value.lane)
+        # One lane for all rows of a tile, where lanes lie across: see `kernel`.
+        flat = self.structure.across and value.lane and not value.rows
+        column = "LANE" if flat else "COL"
+        mask = self._mask(value.rows and operand.moving[self.structure.blocked], value.lane, column)
         rest = f", mask={' & '.join(mask)}, other=0.0" if mask else ""
-        text = f"tl.load({self._address(name, operand, value.rows)}{rest}"
+        text = f"tl.load({self._address(name, operand, value.rows, column)}{rest}"
         if hint := self._hint(name):
             # On a line of its own beside a mask: lines stay short enough to read.
             text += (",\n" + "    " * (self.indent + 2) if mask else ", ") + hint
-        text += ")"
+        text += ")[None, :]" if flat else ")"
         if self.region.dtype_of[name] != self.compute:
             text += f".to({self.tl_compute})"
         self.put(f"{value.var} = {text}")

@@ -44,16 +44,16 @@ def check_moves(region: NormRegion, tile: Tile, target: Target) -> None:
         raise Unsupported(f"{moves} of {region.lane} columns, which no tile holds")
 
 
-def places(region: NormRegion, cols: int) -> list[str]:
-    """Source of `COL`, the element of each column of a tile padded by halves, and `COL_IN`, whether it is
-    one of the lane."""
+def places(region: NormRegion, cols: int, name: str, shape: str) -> list[str]:
+    """Source of `name`, the element of each column of a tile padded by halves, and of `name`_IN, whether it
+    is one of the lane. `shape` is what makes a [cols] of the shape that they have."""
     half, room = region.head // 2, power(region.head) // 2
     inside = f"PLACE % {room} < {half}"
     if cols > 2 * room * region.heads:
         inside = f"({inside}) & (PLACE < {2 * room * region.heads})"
-    return [f"PLACE = tl.arange(0, {cols})[None, :]",
-            f"COL = PLACE // {room} * {half} + PLACE % {room}",
-            f"COL_IN = {inside}"]
+    return [f"PLACE = tl.arange(0, {cols}){shape}",
+            f"{name} = PLACE // {room} * {half} + PLACE % {room}",
+            f"{name}_IN = {inside}"]
 
 
 def moved(region: NormRegion, line: Line, tile: str, rows: int, cols: int) -> tuple[str, str]:

@@ -54,8 +54,7 @@ CUDA_MAX_WARPS = 16
 #: CUDA, where the lane lies across: bytes of the rows that a tile reads side by side at one lane element, and
 #: the fewest (a sector, the least that memory moves); bytes from which a tile takes the fewest; and the
 #: elements that registers hold. Not measured yet: read off the machine code for sm_90 (Triton 3.6), where
-#: tiles like these load and store 16 bytes at a time along the rows, and nothing is spilled (but 112 bytes a
-#: thread for two fp32 operands of 2048 columns).
+#: tiles like these load and store 16 bytes at a time along the rows, and no register is spilled.
 CUDA_RUN_BYTES = 64
 CUDA_SECTOR_BYTES = 32
 CUDA_ACROSS_BYTES = 32768

@@ -148,6 +148,15 @@ def test_rows_that_are_no_neighbours(x, scale):
         run(r, [x, scale], scalars=())
 
 
+@pytest.mark.parametrize("op", ["rotate_half", "rotate_pairs"])
+def test_lane_ops(op):
+    """Padded lanes of a rotation stand behind each half."""
+    r = parse(f"space [*, *, 24]\nin x: f32[*, *, 24]\nin c: f32[24]\nv: f32 = rms_norm(x, none, 1e-06)\n"
+              f"u: f32 = {op}(v)\ny: f32 = mul(u, c)\nout y: f32 order(0, 2, 1)")
+    inputs = [torch.randn(2, 24, 20).transpose(1, 2), torch.randn(24)]
+    assert_right(r, inputs, [], run(r, inputs, scalars=())[0])
+
+
 def test_one_vector_for_the_tile_may_lie_in_any_way():
     r = parse("space [*, *, 8]\nin x: f32[*, *, 8]\nin s: f32[*, 1, 8]\nv: f32 = rms_norm(x, none, 1e-06)\n"
               "u: f32 = mul(v, s)\nout u: f32 order(0, 2, 1)")
@@ -249,6 +258,8 @@ def test_source():
     assert "SIZE = N_1 * 8" in body
     assert "A_x + COL.to(tl.int64) * (S_x_LANE * 8) + (ROW)" in body
     assert not re.search(r"S_x_1\b", kernel.source)  # the literal 1
+    # A vector that all rows share is no tile, or Triton would move the whole tile to meet it.
+    assert re.search(r"w = tl.load\(P_w \+ \(LANE\), mask=LANE_IN.*\n.*\)\[None, :\]", body)
     assert "rows along dim 1, in 8s; strides/unit (s, 1, s)/8" in kernel.source
 
 
