@@ -162,7 +162,7 @@ TRAPS = (
                f"{_HERE}::test_a_graph_for_another_compiler_holds_nothing_of_this_process"),
     _machinery("An opaque op in the middle of a chain makes another compiler slower",
                "patterns/test_chain.py::test_another_compiler_that_runs_products_as_they_are",
-               "kernels/test_chain.py::test_the_fastest_right_way_is_taken"),
+               "kernels/test_chain_choice.py::test_the_fastest_right_way_is_taken"),
     _machinery("Nothing is measured while a CUDA graph is captured",
                "gpu/test_chains.py::test_first_call_inside_a_capture_measures_nothing_and_the_next_does",
                "gpu/test_kernel_numerics.py::test_a_graph_can_be_captured"),
