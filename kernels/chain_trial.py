@@ -36,6 +36,7 @@ class Trial:
             tuple(name for stage in stages for name in stage.names if name not in spent))
         self._over = {stage.names: over[stage.names] if over[stage.names] in made else None
                       for stage in regions}
+        self._written = {over[stage.names] for stage in regions} - made - {None}
         self._programs: dict[str, Callable] = {}
 
     def call(self, word: str, values: Mapping[str, torch.Tensor],
@@ -49,6 +50,10 @@ class Trial:
         inputs, scalars = [values[name] for name in self._chain.inputs], [
             numbers[name] for name in self._chain.scalars]
         return lambda kernels=(): run(kernels, inputs, scalars)
+
+    def copy(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """`values`, with copies of those that the segment is written over in a call of the chain."""
+        return {name: x.clone() if name in self._written else x for name, x in values.items()}
 
     def behind_norm(self, values: Mapping[str, torch.Tensor],
                     numbers: Mapping[str, float]) -> dict[str, torch.Tensor]:

@@ -37,6 +37,7 @@ from .chain_segments import norm_alone, reusable, segments, whole_input
 from .chain_trial import Trial
 from .fused_linear import FusedLinear
 from .fused_linear_check import SegmentRecord
+from .guard import out_of_memory
 from .launch import MAX_PLANS
 from .layout import Unsupported
 from .likeness import Likeness
@@ -183,22 +184,21 @@ class ChainRunner:
         """A call with a layout for which nothing is bound: chooses, and binds what can be bound."""
         values, numbers = self._named(inputs, scalars)
         rejections, capturing = self._rejections, is_capturing(inputs[0].device)
-        plain: list[_Part | None] = []
-        captured: list[_Part | None] = []
+        taken: list[_Part | None] = []  # by this call
+        others: list[_Part | None] = []  # by a call outside or inside of a capture, where this one is not
         final = True
         for number in range(len(self.segments)):
             choice = self._choice(number, values, numbers)
             now, other = (choice.captured, choice.plain) if capturing else (choice.plain, choice.captured)
             if other != now:  # before `now`, which may write over what it reads
-                captured.append(None if capturing else self._rehearsed(number, other, values, numbers))
-            plain.append(self._run(number, now, values, numbers))
+                others.append(None if capturing else self._rehearsed(number, other, values, numbers))
+            taken.append(self._run(number, now, values, numbers))
             if other == now:
-                captured.append(plain[-1])
-            final = final and choice.final and None not in (plain[-1], captured[-1])
-        if final:
-            found = self._bind(plain)
-            same = all(a.way == b.way for a, b in zip(plain, captured))
-            found = Bound(*found, None if same else self._bind(captured))
+                others.append(taken[-1])
+            final = final and choice.final and None not in (taken[-1], others[-1])
+        if final:  # inside of a capture: if both are one
+            same = all(a.way == b.way for a, b in zip(taken, others))
+            found = Bound(*self._bind(taken), None if same else self._bind(others))
             with self._lock:
                 if len(self._bound) >= MAX_PLANS:
                     self._bound.clear()
@@ -220,13 +220,14 @@ class ChainRunner:
         return None if plan is None else _Part(way, fused, plan)
 
     def _rehearsed(self, number: int, way: Way, values: dict, numbers: dict) -> _Part | None:
-        """As `_run`, for a way not taken now: no value changes. Its kernels are compiled and checked."""
-        values = dict(values)
-        for names, target in self._over.items():
-            made = any(target in stage.names for stage in self.segments[number].stages)
-            if target in values and not made and any(names == s.names for s in self.segments[number].stages):
-                values[target] = values[target].clone()
-        return self._run(number, way, values, numbers)
+        """As `_run`, for a way not taken now: no value changes. Its kernels are compiled and checked. Without
+        memory for that, the next call tries."""
+        try:
+            return self._run(number, way, self._trials[number].copy(values), numbers)
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            return None
 
     def _bind(self, parts: Sequence[_Part]) -> tuple[Callable, list[Callable]]:
         """What runs the chain so; see `_first`."""
@@ -328,8 +329,7 @@ class ChainRunner:
             return None
         bucket = 1 << (rows - 1).bit_length()
         read = segment.norm.reads if segment.norm is not None else (fused.value,)
-        # Contiguous ones are alike for every number of rows.
-        layout = [None if values[name].is_contiguous() else values[name].stride() for name in read]
+        layout = [_layout_of(values[name]) for name in read]
         return _Place((number, first.get_device(), bucket, *layout), first.device, rows, bucket)
 
     def _by_activated(self, number: int, device: torch.device) -> bool:
@@ -394,6 +394,12 @@ class _Part(NamedTuple):
 
 
 _NOTHING_ELSE = Choice(LIBRARY)
+
+
+def _layout_of(x: torch.Tensor) -> tuple:
+    """How `x` lies in memory, as far as a choice depends on it: contiguous ones are alike in all sizes but 1,
+    which broadcasts."""
+    return tuple([n == 1 for n in x.shape]) if x.is_contiguous() else x.stride()
 
 
 def _expected_product(stage: Product, *operands: Likeness | None) -> Likeness:

@@ -84,7 +84,8 @@ def test_a_kernel_that_keeps_the_host_longer_is_for_captures(clock):
 
 @pytest.mark.parametrize("host, plain", [
     ((20.0, 19.0, 30.0), "fast"), ((20.0, 20.2, 30.0), "fast"), ((4.0, 9.0, 4.0), "fast"),
-    ((4.0, 11.0, 30.0), None), ((20.0, 30.0, 12.0), "slow"), ((20.0, 30.0, 19.9), None)], ids=str)
+    ((4.0, 11.0, 30.0), None), ((20.0, 30.0, 12.0), "slow"), ((20.0, 30.0, 19.9), None),
+    ((9.0, 30.0, 1.0), None)], ids=str)
 def test_the_longer_of_both_times_counts_in_plain_calls(clock, host, plain):
     """What differs by noise is no reason for another way than a graph's, nor for another than the library."""
     clock.host = dict(zip((LIBRARY, "fast", "slow"), host))

@@ -133,17 +133,18 @@ def test_where_one_answer_serves_both_nobody_asks(choice, stream):
     assert stream.asked == 0 and [bound.captured for bound in runner._bound.values()] == [None]
 
 
-def test_a_first_call_inside_a_capture(stream):
+@pytest.mark.parametrize("plain, captured", [(BY_LIBRARY, BY_KERNEL), (BY_KERNEL, BY_LIBRARY)], ids=str)
+def test_a_first_call_inside_a_capture(plain, captured, stream):
     """Runs what a capture runs, as far as it is known, launches nothing else, and binds nothing for later."""
-    runner = ChainRunner(ffn("bf16"), "first_call", two(BY_LIBRARY, BY_KERNEL))
+    runner = ChainRunner(ffn("bf16"), "first_call", two(plain, captured))
     stream.capturing = True
     inputs = ffn_inputs(torch.bfloat16)
-    assert is_right(runner, inputs) and stream.launched == [TILE] * 2
+    assert is_right(runner, inputs) and stream.launched == tiles(captured)
     assert not runner._bound
     stream.capturing = False
     assert is_right(runner, inputs) and len(runner._bound) == 1
     stream.clear()
-    assert is_right(runner, inputs) and not stream.launched
+    assert is_right(runner, inputs) and stream.launched == tiles(plain)
 
 
 def test_a_kernel_for_captures_that_is_wrong(stream, monkeypatch):
@@ -170,6 +171,19 @@ def test_a_kernel_for_captures_that_is_wrong(stream, monkeypatch):
         stream.clear()
         assert is_right(runner, inputs) and not stream.launched
     assert all("library (the self-check failed" in way for way in runner.ways())
+
+
+def test_without_memory_for_the_other_way_the_next_call_tries(stream, monkeypatch):
+    original = Plan.__call__
+
+    def no_memory(self, *args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    runner, inputs = ChainRunner(ffn("bf16"), "off", two(BY_LIBRARY, BY_KERNEL)), ffn_inputs(torch.bfloat16)
+    with monkeypatch.context() as patched:
+        patched.setattr(Plan, "__call__", no_memory)
+        assert is_right(runner, inputs) and not runner._bound
+    assert Plan.__call__ is original and is_right(runner, inputs) and len(runner._bound) == 1
 
 
 def test_the_report_names_both(stream):
@@ -394,10 +408,11 @@ def test_a_product_that_fails_in_a_call(when, product, monkeypatch):
     assert product.calls == failed and not any(ACTIVATED in way for way in runner.ways())
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError(
-    "CUDA error: an illegal memory access was encountered"), RuntimeError("no such algorithm")], ids=repr)
-def test_what_a_failing_product_does_not_hide(error, product, monkeypatch):
-    monkeypatch.setenv("ASCEND_LN_FUSE_STRICT", "1")  # with which the last one raises as well
+@pytest.mark.parametrize("error, strict", [
+    (torch.OutOfMemoryError("CUDA out of memory"), "0"), (RuntimeError("no such algorithm"), "1"),
+    (RuntimeError("CUDA error: an illegal memory access was encountered"), "0")], ids=repr)
+def test_what_a_failing_product_does_not_hide(error, strict, product, monkeypatch):
+    monkeypatch.setenv("ASCEND_LN_FUSE_STRICT", strict)
     runner, inputs = ChainRunner(act("relu"), "off", take_activated), act_inputs()
     runner(inputs, EPS)
     product.raises = error
