@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-LIBRARY, ACTIVATED, ONE_KERNEL = "library", "library, activation in the product", "one kernel"
+LIBRARY, ACTIVATED, ONE_KERNEL = "library", "library with the activation in the product", "one kernel"
 
 
 class Way(NamedTuple):

@@ -5,7 +5,8 @@ pointwise behind them. A segment runs
 
 - by the "library": the norm's kernel, torch's products, and one kernel for what is pointwise, in place
   where the product is nobody else's;
-- by the "library, activation in the product", where that is all there is behind it (chain_activated.py);
+- by the "library with the activation in the product", where that is all there is behind it
+  (chain_activated.py);
 - as "one kernel" (fused_linear.py), with the norm in front of the product and the rest behind it (or
   with the norm's kernel first, where others read its result).
 
@@ -344,12 +345,13 @@ class ChainRunner:
     def _ask(self, number: int, fused: FusedSegment, values: dict, numbers: dict, place: _Place) -> Choice:
         trial = self._trials[number]
         ready = trial.before_kernel(fused, values, numbers)
-        kernels: dict[object, list[Callable]] = {}
+        prepared: tuple[object, list[Callable]] = None, []  # for the latest block shapes
 
         def by_kernel(config) -> Sequence[torch.Tensor]:
-            if config not in kernels:
-                kernels[config] = [fused.prepared(ready, numbers, config)]
-            return run_kernel(kernels[config])
+            nonlocal prepared
+            if prepared[0] is not config:
+                prepared = config, [fused.prepared(ready, numbers, config)]
+            return run_kernel(prepared[1])
 
         run_kernel = trial.call(ONE_KERNEL, values, numbers)
         sizes, unsupported, configs, unsplit = fused.about(ready, place.rows, place.device)

@@ -165,6 +165,7 @@ TRAPS = (
                "kernels/test_chain_choice.py::test_the_fastest_right_way_is_taken"),
     _machinery("Nothing is measured while a CUDA graph is captured",
                "gpu/test_chains.py::test_first_call_inside_a_capture_measures_nothing_and_the_next_does",
+               "kernels/test_chain_ways.py::test_a_first_call_inside_a_capture",
                "gpu/test_kernel_numerics.py::test_a_graph_can_be_captured"),
     _machinery("Dynamo does not trace into the launcher",
                "kernels/test_launch.py::test_dynamo_does_not_trace_into_it"),
