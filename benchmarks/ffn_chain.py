@@ -1,6 +1,7 @@
-"""layer_norm -> linear -> gelu -> linear side by side on an NVIDIA GPU, bf16.
+"""layer_norm -> linear -> activation -> linear side by side on an NVIDIA GPU, bf16.
 
-    python benchmarks/ffn_chain.py [--hidden ...] [--tokens ...] [--no-autotune] [--json FILE]
+    python benchmarks/ffn_chain.py [--activation gelu|gelu_tanh|relu] [--hidden ...] [--tokens ...]
+                                   [--no-autotune] [--json FILE]
 
 Contenders: eager, torch.compile (default, and mode="max-autotune-no-cudagraphs"), ours
 (`torch.compile(backend="ascend_ln_fuse")`). The intermediate size is 4 times the hidden one, 28672 for
@@ -23,6 +24,8 @@ import math
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from bound import share_of_bound
@@ -31,43 +34,45 @@ from torch import nn
 
 BF16 = torch.bfloat16
 TUNED = "max-autotune-no-cudagraphs"
+ACTIVATIONS = {"gelu": nn.functional.gelu, "relu": nn.functional.relu,
+               "gelu_tanh": partial(nn.functional.gelu, approximate="tanh")}
 
 
 class Ffn(nn.Module):
-    def __init__(self, hidden: int):
+    def __init__(self, hidden: int, act: Callable):
         super().__init__()
         inner = 28672 if hidden == 8192 else 4 * hidden
-        self.norm, self.act = nn.LayerNorm(hidden), nn.GELU()
+        self.norm, self.act = nn.LayerNorm(hidden), act
         self.fc1, self.fc2 = nn.Linear(hidden, inner), nn.Linear(inner, hidden)
 
     def forward(self, x):
         return self.fc2(self.act(self.fc1(self.norm(x))))
 
 
-def make(hidden: int) -> nn.Module:
+def make(hidden: int, act: Callable) -> nn.Module:
     with torch.device("cuda"):
-        model = Ffn(hidden)
+        model = Ffn(hidden, act)
     for norm in (model.norm.weight, model.norm.bias):
         nn.init.normal_(norm, 1.0 if norm is model.norm.weight else 0.0, 0.2)
     return model.to(BF16).eval().requires_grad_(False)
 
 
-def call(x, *weights):
+def call(act: Callable, x, *weights):
     g, b, w1, b1, w2, b2 = weights
     h = nn.functional.layer_norm(x, g.shape, g, b, 1e-5)
-    return nn.functional.linear(nn.functional.gelu(nn.functional.linear(h, w1, b1)), w2, b2)
+    return nn.functional.linear(act(nn.functional.linear(h, w1, b1)), w2, b2)
 
 
-def contenders(autotune: bool) -> dict:
+def contenders(autotune: bool, act: Callable) -> dict:
     """Freshly compiled functions, so that no cell meets the recompilation limits of another."""
     torch._dynamo.reset()
 
     def fresh():
         def ffn(*args):
-            return call(*args)
+            return call(act, *args)
         return ffn
 
-    found = {"eager": call, "compile": torch.compile(fresh(), dynamic=False)}
+    found = {"eager": partial(call, act), "compile": torch.compile(fresh(), dynamic=False)}
     if autotune:
         found["autotune"] = torch.compile(fresh(), dynamic=False, mode=TUNED)
     found["ours"] = torch.compile(fresh(), dynamic=False, backend="ascend_ln_fuse",
@@ -92,10 +97,10 @@ def peak(run) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def memory(hidden: int, tokens: int) -> dict[str, dict[str, int]]:
+def memory(hidden: int, tokens: int, act: Callable) -> dict[str, dict[str, int]]:
     """Peak bytes of eager and ours, in inference and in training."""
     found: dict[str, dict[str, int]] = {"inference": {}, "training": {}}
-    model, x = make(hidden), torch.randn(1, tokens, hidden, device="cuda").to(BF16)
+    model, x = make(hidden, act), torch.randn(1, tokens, hidden, device="cuda").to(BF16)
     torch._dynamo.reset()
     ours = torch.compile(model, backend="ascend_ln_fuse", options={"report": "off"})
     for name, run in (("eager", model), ("ours", ours)):
@@ -115,12 +120,14 @@ def memory(hidden: int, tokens: int) -> dict[str, dict[str, int]]:
 
 def measure(hidden: int, tokens: int, args) -> dict:
     torch.manual_seed(0)
+    act = ACTIVATIONS[args.activation]
     x = torch.randn(1, tokens, hidden, device="cuda").to(BF16)
-    first = [p.detach() for p in make(hidden).parameters()]
+    first = [p.detach() for p in make(hidden, act).parameters()]
     held = sum(p.numel() * 2 for p in first)
     sets = [(x, *first)]
-    sets += [(x, *(p.detach() for p in make(hidden).parameters())) for _ in range(sets_needed(held, 16) - 1)]
-    calls = contenders(args.autotune and tokens <= args.autotune_tokens)
+    sets += [(x, *(p.detach() for p in make(hidden, act).parameters()))
+             for _ in range(sets_needed(held, 16) - 1)]
+    calls = contenders(args.autotune and tokens <= args.autotune_tokens, act)
     started, compile_s = time.perf_counter(), {}
     results = {}
     for name, run in calls.items():
@@ -130,15 +137,15 @@ def measure(hidden: int, tokens: int, args) -> dict:
         started = time.perf_counter()
     ways = chosen()
     rows = torch.arange(tokens, device="cuda")[:: max(1, tokens // 64)][:64]
-    exact = call(x.view(-1, hidden)[rows].double(), *(p.double() for p in first))
+    exact = call(act, x.view(-1, hidden)[rows].double(), *(p.double() for p in first))
     error = share_of_bound(*(results[name].view(-1, hidden)[rows] for name in ("ours", "eager")), exact)
     del results, exact
     times = device_times(calls, sets, args.rounds)
     plain = {name: plain_time(run, sets[0], calls=50 if tokens <= 128 else 5) for name, run in calls.items()}
     del sets, calls
     torch.cuda.empty_cache()
-    return {"hidden": hidden, "tokens": tokens, "ways": ways, "error": error, "first_call_s": compile_s,
-            "graph_us": {n: statistics.median(t) for n, t in times.items()},
+    return {"hidden": hidden, "tokens": tokens, "activation": args.activation, "ways": ways, "error": error,
+            "first_call_s": compile_s, "graph_us": {n: statistics.median(t) for n, t in times.items()},
             "spread_us": {n: [min(t), max(t)] for n, t in times.items()}, "plain_us": plain}
 
 
@@ -177,6 +184,7 @@ def show(cells: list[dict], title: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--activation", choices=sorted(ACTIVATIONS), default="gelu")
     parser.add_argument("--hidden", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 128, 1024, 8192])
     parser.add_argument("--autotune", action=argparse.BooleanOptionalAction, default=True)
@@ -197,9 +205,9 @@ def main() -> int:
                     continue
                 cells.append(measure(hidden, tokens, args))
                 print(f"{hidden} x {tokens}: {cells[-1]['graph_us']}", file=sys.stderr)
-    title = machine()
+    title = f"{args.activation}; {machine()}"
     show(cells, title)
-    held = memory(4096, 8192)
+    held = memory(4096, 8192, ACTIVATIONS[args.activation])
     for kind, found in held.items():
         eager, ours = found["eager"], found["ours"]
         print(f"peak memory, {kind}, hidden 4096, 8192 tokens: eager {eager / 2**20:.0f} MiB, ours "

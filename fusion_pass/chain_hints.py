@@ -10,7 +10,8 @@ from .chain_steps import MatmulStep, NormStep, Step, chain_of
 from .kernels.chain import Chain, RegionStage
 from .kernels.chain_choice import Choice, Question, choose
 from .kernels.chain_fused import fused_segment
-from .kernels.chain_ways import FEW_ROWS, ChainRunner, segments
+from .kernels.chain_segments import segments
+from .kernels.chain_ways import FEW_ROWS, ChainRunner
 from .kernels.fused_linear import FusedLinear
 from .kernels.fused_linear_structure import DTYPES_SERVED
 from .kernels.targets import cuda
@@ -132,7 +133,8 @@ def runner_with(chain: Chain, tile_size: int | None, device: str) -> ChainRunner
 
 def _choose(tile_size: int, question: Question) -> Choice:
     """As `choose`, with fewer tiles to choose from, and kept under a text of its own."""
-    def configs():
-        return [config for config in question.configs() if config.cols == tile_size]
+    def only(configs):
+        return lambda: [config for config in configs() if config.cols == tile_size]
 
-    return choose(replace(question, text=f"{question.text}\ntiles of {tile_size} columns", configs=configs))
+    return choose(replace(question, text=f"{question.text}\ntiles of {tile_size} columns",
+                          configs=only(question.configs), unsplit=only(question.unsplit)))

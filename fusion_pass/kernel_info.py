@@ -20,7 +20,7 @@ from .backend import fuse_graph
 from .chain_modules import FusedChain, LayerNormLinearFusion
 from .kernels.call import Call
 from .kernels.chain import RegionStage, evaluate
-from .kernels.chain_choice import ONE_KERNEL
+from .kernels.chain_choice import ACTIVATED, ONE_KERNEL, Way
 from .kernels.chain_products import Product
 from .kernels.chain_ways import ChainRunner
 from .kernels.joined import Joined
@@ -269,9 +269,13 @@ class _Seen:
 
         evaluate(chain, metas, args[count:], region, product)
         for number, segment in enumerate(runner.segments):
-            config = _chosen(runner, number, segment, values, device)
+            way = _chosen(runner, number, segment, values, device)
             entries = [entry for stage in segment.stages for entry in made[stage.names]]
-            for entry in entries if config is None else _one_kernel(runner, number, config, entries):
+            if way is not None and way.word == ONE_KERNEL:
+                entries = _one_kernel(way.config, entries)
+            elif way is not None and way.word == ACTIVATED:
+                entries = [*entries[:-2], _activated(*entries[-2:])]
+            for entry in entries:
                 self.add(entry)
 
 
@@ -294,20 +298,25 @@ def _bytes(t: torch.Tensor) -> int:
     return math.prod(n for n, step in zip(t.shape, t.stride()) if step) * t.element_size()
 
 
-def _chosen(runner: ChainRunner, number: int, segment, values: Mapping, device: torch.device):
-    """The block shapes with which a segment ran as one kernel; None where the library did."""
+def _chosen(runner: ChainRunner, number: int, segment, values: Mapping, device: torch.device) -> Way | None:
+    """The way that plain calls of a segment take; None where there was none to choose."""
     if not segment.products:
         return None
     rows = math.prod(values[segment.products[0].name].shape[:-1])
     bucket = 1 << max(rows - 1, 0).bit_length()
     for (which, index, up_to, *_), choice in list(runner.choices.items()):
-        if (which, up_to) == (number, bucket) and choice.way == ONE_KERNEL and \
-                index == (-1 if device.type == "cpu" else device.index):
-            return choice.config
+        if (which, up_to) == (number, bucket) and index == (-1 if device.type == "cpu" else device.index):
+            return choice.plain
     return None
 
 
-def _one_kernel(runner: ChainRunner, number: int, config, parts: Sequence[KernelEntry]) -> list[KernelEntry]:
+def _activated(product: KernelEntry, activation: KernelEntry) -> KernelEntry:
+    """What the library launches for a product with its activation inside, from the two without."""
+    return replace(product, region=f"{product.region}\n{activation.region}", bytes_out=activation.bytes_out,
+                   note="torch's product, with the activation inside")
+
+
+def _one_kernel(config, parts: Sequence[KernelEntry]) -> list[KernelEntry]:
     """What a segment launches as one kernel, from what its stages would launch: what one of them writes and
     the next reads stays on chip."""
     inside = sum(part.bytes_out for part in parts[:-1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
@@ -47,14 +47,15 @@ class FusedSegment:
         return first, weights, biases, [operand(values, a) for a in self.extra]
 
     def about(self, values: Mapping[str, torch.Tensor], rows: int, device: torch.device) -> tuple:
-        """(sizes of the weights in words; why no kernel serves these values, or None; a function that lists
-        block shapes)."""
+        """(sizes of the weights in words; why no kernel serves these values, or None; functions that list the
+        block shapes `configs` and `unsplit` of the FusedLinear)."""
         first, weights, biases, extra = self.tensors(values)
         layouts = "; ".join(f"{list(w.shape)} strides {list(w.stride())}" for w in weights)
         sizes = [w.shape[::-1] if flip else w.shape for w, flip in zip(weights, self.transposed)]
         columns, depth = sum(n for n, _ in sizes), sizes[0][1]
         return (f"{first[0].dtype}, weights {layouts}", self.run.supports(first, weights, biases, extra),
-                lambda: self.run.configs(rows, columns, depth, device))
+                partial(self.run.configs, rows, columns, depth, device),
+                partial(self.run.unsplit, rows, columns, depth, device))
 
     def call(self, values: Mapping[str, torch.Tensor], numbers: Mapping[str, float],
              config: GemmTile) -> dict[str, torch.Tensor]:
@@ -64,14 +65,13 @@ class FusedSegment:
                            self._of(self.pointwise, numbers), config)
         return dict(zip(self.names, results, strict=True))
 
-    def attempt(self, values: Mapping[str, torch.Tensor], numbers: Mapping[str, float],
-                config: GemmTile) -> dict[str, torch.Tensor]:
-        """As `call`, but by the kernel or not at all: see `FusedLinear.attempt`."""
-        results = self.run.attempt(self._row(values), self._scalars(numbers), config)
-        return dict(zip(self.names, results, strict=True))
+    def prepared(self, values: Mapping[str, torch.Tensor], numbers: Mapping[str, float],
+                 config: GemmTile) -> Plan:
+        """The kernel for such values and numbers, or an exception: see `FusedLinear.prepared`."""
+        return self.run.prepared(self._row(values), self._scalars(numbers), config)
 
     def begin(self, values: Mapping, numbers: Mapping[str, float], config: GemmTile) -> None:
-        """Begin to compile, in the background, what `attempt` on such values (likenesses do) runs.
+        """Begin to compile, in the background, what `prepared` gives for such values (likenesses do).
 
         Raises:
             Unsupported: no kernel serves them.

@@ -9,7 +9,8 @@ from collections.abc import Callable
 MODULES = ("launch", "recent", "likeness", "launchers", "guard", "self_check", "reproduction", "record",
            "compiling", "triton_cache", "directories", "reference", "fused_linear", "fused_linear_plan",
            "fused_linear_check", "fused_linear_structure", "chain_ways", "chain_program", "chain_products",
-           "chain_fused", "chain_choice", "measure")
+           "chain_fused", "chain_choice", "chain_contest", "chain_question", "chain_trial", "chain_activated",
+           "chain_segments", "measure")
 
 _skipped: set[str] = set()
 

@@ -18,7 +18,7 @@ from .frames import skip_frames
 from .fused_linear_check import SegmentGuard, SegmentRecord, run_reference
 from .fused_linear_plan import Plan
 from .fused_linear_structure import Bound, Projection, Segment, bind, grouped, reference
-from .fused_linear_tiles import GemmTile, tiles
+from .fused_linear_tiles import GemmTile, tiles, unsplit
 from .launch import MAX_PLANS, runs_reference
 from .layout import Unsupported
 from .likeness import Likeness
@@ -94,22 +94,26 @@ class FusedLinear:
 
     def attempt(self, tensors: Sequence[torch.Tensor], scalars: Sequence[float],
                 config: GemmTile) -> tuple[torch.Tensor, ...]:
-        """As a call, on tensors and scalars in a row, but by the kernel or not at all: nothing is checked,
-        and nothing takes the kernel's place. For those who compare it with something.
+        """As a call, on tensors and scalars in a row, but by the kernel or not at all: see `prepared`."""
+        return self.prepared(tensors, scalars, config)(tensors, (), scalars)
+
+    def prepared(self, tensors: Sequence[torch.Tensor], scalars: Sequence[float], config: GemmTile) -> Plan:
+        """The kernel for tensors and scalars in a row, compiled, on trial or not: nothing of it is checked,
+        and nothing takes its place. For those who compare it with something.
 
         Raises:
             Unsupported: no kernel serves the tensors, or the device has too little on-chip memory.
-            CompileTimeout, or whatever compiling and launching raise.
+            CompileTimeout, or whatever compiling raises.
         """
         kernel = self._kernel(tensors, config)
         if kernel is None:
             raise Unsupported(self.record.fallback() or "nothing to compute")
         kernel.prepare((), scalars)
-        return kernel(tensors, (), scalars)
+        return kernel
 
     def begin(self, tensors: Sequence[torch.Tensor | Likeness], scalars: Sequence[float],
               config: GemmTile) -> None:
-        """Begin to compile, in the background, what `attempt` on such tensors runs.
+        """Begin to compile, in the background, what `prepared` gives for such tensors.
 
         Raises:
             Unsupported: no kernel serves them.
@@ -127,7 +131,7 @@ class FusedLinear:
         kernel = plan.kernel if isinstance(plan, SegmentGuard) else plan
         return kernel if isinstance(kernel, Plan) else None
 
-    for _method in (__call__, in_row, attempt):
+    for _method in (__call__, in_row, attempt, prepared):
         _method._torchdynamo_disable = True  # type: ignore[attr-defined]
         _method._torchdynamo_disable_msg = "launches a kernel"  # type: ignore[attr-defined]
     del _method
@@ -156,9 +160,17 @@ class FusedLinear:
     def configs(self, m: int, n: int, k: int, device: torch.device | None = None) -> tuple[GemmTile, ...]:
         """The tiles worth measuring for `m` rows of `k` elements and `n` output features, those of all
         projections together; few, best guess first."""
+        return tiles(*self._sizes(m, n, k, device))
+
+    def unsplit(self, m: int, n: int, k: int, device: torch.device | None = None) -> tuple[GemmTile, ...]:
+        """Beside `configs`, where some of those split their sums: the tile worth measuring where a second
+        launch takes the host too long."""
+        return unsplit(*self._sizes(m, n, k, device))
+
+    def _sizes(self, m: int, n: int, k: int, device: torch.device | None) -> tuple:
         target = self._target or target_for(device or torch.device("cuda", 0))
         joint = len(self.segment.projections) if self.segment.epilogue is not None else 1
-        return tiles(m, n, k, joint, self.segment.norm is not None, target.cores)
+        return m, n, k, joint, self.segment.norm is not None, target.cores
 
     def _target_for(self, tensors: Sequence[torch.Tensor]) -> Target:
         device = tensors[0].device

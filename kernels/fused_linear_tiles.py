@@ -1,9 +1,9 @@
 """Block shapes for a segment's kernel, and which of them are worth measuring.
 
-The shapes are those that came first, or close, for some number of rows and some size in
-benchmarks/fused_linear.py on an H200; a cost model orders them for a call. It knows what differs between
-them: the bytes that a multiprocessor reads through the L2 cache, and what splitting sums costs. Reading the
-weights from memory, the larger part, they have in common.
+The shapes, but for the narrow ones, are those that came first, or close, for some number of rows and some
+size in benchmarks/fused_linear.py on an H200; a cost model orders them for a call. It knows what differs
+between them: the bytes that a multiprocessor reads through the L2 cache, and what splitting sums costs.
+Reading the weights from memory, the larger part, they have in common.
 """
 
 from __future__ import annotations
@@ -83,6 +83,14 @@ MANY = tuple(GemmTile(*shape) for shape in (
     (128, 128, 64, 8, 5), (128, 256, 64, 8, 4), (64, 64, 128, 4, 4), (64, 128, 64, 4, 5),
     (128, 64, 64, 8, 6), (64, 64, 64, 4, 6), (128, 64, 64, 8, 4)))
 
+#: Of few columns, for up to 16 rows and for more: many programs without splitting sums, which takes a second
+#: launch. Tried only where launching is the time; see `unsplit`.
+NARROW_FEW = (GemmTile(16, 16, 256, 4, 5), GemmTile(16, 32, 256, 4, 5))
+NARROW_MANY = (GemmTile(64, 32, 128, 4, 5),)
+
+#: Bytes of weights that take longer to read than two launches take the host: some 20 us on an H200.
+LAUNCH_BYTES = 80e6
+
 
 def tiles(m: int, n: int, k: int, joint: int, norm: bool, cores: int) -> tuple[GemmTile, ...]:
     """The tiles worth measuring, best guess first, for `m` rows of `k` elements and `n` features: those
@@ -93,12 +101,8 @@ def tiles(m: int, n: int, k: int, joint: int, norm: bool, cores: int) -> tuple[G
     """
     n = -(-n // joint)
     shapes, most = (VECTOR, 6) if m == 1 else (FEW, 4) if m <= 16 else (MANY, 3)
-    longest = max(LEAST_DEPTH, 1 << (k - 1).bit_length())
     found = []
-    for tile in shapes:
-        if not _fits(tile, joint):
-            continue
-        tile = replace(tile, depth=min(tile.depth, longest), norm_ahead=norm and m > 1)
+    for tile in _whole(shapes, m, k, joint, norm):
         found.append(tile)
         split = 2
         while m > 1 and k // split >= LEAST_STEPS and _programs(tile, m, n) * split <= cores:
@@ -106,6 +110,25 @@ def tiles(m: int, n: int, k: int, joint: int, norm: bool, cores: int) -> tuple[G
             split *= 2
     found.sort(key=lambda tile: _cost(tile, m, n, k, joint, cores))
     return tuple(dict.fromkeys(found))[:most]
+
+
+def unsplit(m: int, n: int, k: int, joint: int, norm: bool, cores: int) -> tuple[GemmTile, ...]:
+    """Where some of `tiles` split their sums: the best guess without, if it is none of them; else nothing.
+    Nothing either where two launches are not the time."""
+    known = tiles(m, n, k, joint, norm, cores)
+    if 2 * n * k > LAUNCH_BYTES or all(tile.split == 1 for tile in known):
+        return ()
+    shapes = (*FEW, *NARROW_FEW) if m <= 16 else (*MANY, *NARROW_MANY)
+    n = -(-n // joint)
+    best = min(_whole(shapes, m, k, joint, norm), key=lambda tile: _cost(tile, m, n, k, joint, cores))
+    return () if best in known else (best,)
+
+
+def _whole(shapes: tuple[GemmTile, ...], m: int, k: int, joint: int, norm: bool) -> list[GemmTile]:
+    """Those that fit, as they run for `m` rows of `k` elements, unsplit."""
+    longest = max(LEAST_DEPTH, 1 << (k - 1).bit_length())
+    return [replace(tile, depth=min(tile.depth, longest), norm_ahead=norm and m > 1)
+            for tile in shapes if _fits(tile, joint)]
 
 
 def _fits(tile: GemmTile, joint: int) -> bool:

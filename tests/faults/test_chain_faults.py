@@ -85,7 +85,7 @@ def chain_runner():
 
 def bound_kernels():
     """Those that later calls run without asking."""
-    return [kernel for _, kernels in chain_runner()._bound.values() for kernel in kernels]
+    return [kernel for bound in chain_runner()._bound.values() for kernel in bound.kernels]
 
 
 WRONG_NUMBERS = pytest.mark.fault(
@@ -229,11 +229,11 @@ def test_a_measured_kernel_never_is_the_reference(mutate, warned):
 
 def test_a_kernel_that_fails_while_it_is_measured(mutate, monkeypatch, warned):
     """Dropped with its reason, nothing rejected, nobody warned."""
-    from ascend_ln_fuse.kernels import chain_choice
+    from ascend_ln_fuse.kernels import chain_choice, chain_contest
 
     mutate(*BROKEN["cannot be launched"])
     for name in ("device_microseconds", "host_microseconds"):
-        monkeypatch.setattr(chain_choice, name, lambda call, device: 1.0)
+        monkeypatch.setattr(chain_contest, name, lambda call, device: 1.0)
     monkeypatch.setattr(chain_choice, "may_measure", lambda device: True)
     monkeypatch.setenv(settings.STRICT, "1")
     original = ChainRunner.__init__

@@ -191,7 +191,7 @@ def test_one_kernel_per_segment(interpreted, monkeypatch, folded):
         return Choice(ONE_KERNEL, config)
 
     monkeypatch.setattr(FusedSegment, "about", lambda self, values, rows, device: (
-        "sizes", None, lambda: self.run.configs(rows, 64, 32, torch.device("cpu"))))
+        "sizes", None, lambda: self.run.configs(rows, 64, 32, torch.device("cpu")), tuple))
     monkeypatch.setattr("ascend_ln_fuse.chain_run.runner_with",
                         lambda chain, *args: ChainRunner(chain, decide=decide))
     module = block("inference" if folded else "training", torch.bfloat16)
@@ -453,9 +453,11 @@ def test_the_tile_hint_restricts_what_is_measured(monkeypatch):
     chain = chain_of((NormStep("layer_norm", 256), MatmulStep(256)), 2, "bf16")
     runner = chain_hints.runner_with(chain, 64, "cuda")
     tiles = (GemmTile(16, 64, 64), GemmTile(16, 128, 64), GemmTile(16, 64, 128))
-    question = chain_hints.Question("text", torch.device("cuda"), 16, None, None, None, lambda: tiles)
+    question = chain_hints.Question("text", torch.device("cuda"), 16, None, None, None, lambda: tiles,
+                                    unsplit=lambda: (GemmTile(16, 16, 256), GemmTile(64, 64, 64)))
     runner._decide(question)
     assert asked[0].configs() == [tiles[0], tiles[2]] and asked[0].text != question.text
+    assert asked[0].unsplit() == [GemmTile(64, 64, 64)]
     with pytest.raises(ValueError, match="tile_size=64: on npu products run in the library"):
         chain_hints.runner_with(chain, 64, "npu")
     with pytest.raises(ValueError, match="tile_size=64: .*bf16, f16, not f32"):

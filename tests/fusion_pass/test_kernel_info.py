@@ -148,6 +148,32 @@ def test_the_one_kernel_way(no_compiler, monkeypatch):
     assert entry.bytes_in == 8 * 64 * 2 + 2 * 64 * 2 + 128 * 64 * 2 + 128 * 2
 
 
+def test_the_activation_in_the_product(no_compiler, monkeypatch):
+    """One kernel of the library less: what was two is one, which writes the activation's result."""
+    from ascend_ln_fuse import chain_run
+    from ascend_ln_fuse.kernels import chain_ways
+    from ascend_ln_fuse.kernels.chain_choice import ACTIVATED, LIBRARY, Choice
+    from ascend_ln_fuse.kernels.chain_ways import ChainRunner
+
+    monkeypatch.setenv("ASCEND_LN_FUSE_INTERPRET", "1")
+    monkeypatch.setattr(chain_ways, "serves", lambda device: True)
+    infos = []
+    for way in (LIBRARY, ACTIVATED):
+        chain_run.callable_of.cache_clear()
+        monkeypatch.setattr(chain_run, "runner_with", lambda chain, *args, way=way: ChainRunner(
+            chain, decide=lambda question: Choice(way)))
+        with torch.no_grad():
+            layer = LayerNormLinear(64, 128, activation="relu", dtype=torch.bfloat16)
+            infos.append(kernel_info(layer, torch.randn(8, 64, dtype=torch.bfloat16)))
+    chain_run.callable_of.cache_clear()
+    apart, inside = infos
+    assert [k.kind for k in apart.kernels] == ["generated", "library", "generated"]
+    assert [k.kind for k in inside.kernels] == ["generated", "library"]
+    product, entry = apart.kernels[1], inside.kernels[1]
+    assert "linear(" in entry.region and "relu" in entry.region and "activation inside" in entry.note
+    assert (entry.bytes_in, entry.bytes_out) == (product.bytes_in, 8 * 128 * 2)
+
+
 def test_table_and_json(no_compiler):
     info = kernel_info(FusionChain().add_layer_norm(64).add_matmul(64).add_activation("mish").build())
     text = str(info)

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from ascend_ln_fuse.kernels import chain_choice
+from ascend_ln_fuse.kernels import chain_choice, chain_contest
 from ascend_ln_fuse.kernels.chain_choice import LIBRARY
 from ascend_ln_fuse.loading import load_example
 from ascend_ln_fuse.screens import show_tuned
@@ -54,8 +54,8 @@ def clock(monkeypatch, tmp_path):
     monkeypatch.setenv("ASCEND_LN_FUSE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(chain_choice, "_store", Store("chains"))
     monkeypatch.setattr(chain_choice, "may_measure", lambda device: True)
-    monkeypatch.setattr(chain_choice, "host_microseconds", lambda call, device: 1.0)
-    monkeypatch.setattr(chain_choice, "device_microseconds",
+    monkeypatch.setattr(chain_contest, "host_microseconds", lambda call, device: 1.0)
+    monkeypatch.setattr(chain_contest, "device_microseconds",
                         lambda call, device: 5.0 if hasattr(call, "args") else 10.0)
 
 
@@ -70,7 +70,7 @@ def test_choices_are_made_shown_and_kept(file, clock, capsys, monkeypatch, tmp_p
     assert str(tmp_path / "cache") in out.replace("\n", "")
     data = json.loads(json.dumps(tuned.to_dict()))
     assert data["reports"][0]["sites"][0]["ways"] == list(site.chain_ways())
-    monkeypatch.setattr(chain_choice, "device_microseconds", None)  # nothing can be measured any more
+    monkeypatch.setattr(chain_contest, "device_microseconds", None)  # nothing can be measured any more
     again = tune(load_example(f"{file}:build", empty=False), torch.device("cpu"))
     assert again.reports[0].sites[0].chain_ways() == site.chain_ways()
 

@@ -7,7 +7,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from ascend_ln_fuse import last_reports
-from ascend_ln_fuse.kernels import chain_choice
+from ascend_ln_fuse.kernels import chain_choice, chain_ops
+from ascend_ln_fuse.kernels.chain_choice import ACTIVATED, LIBRARY, ONE_KERNEL, Choice, Way, agree
+from ascend_ln_fuse.kernels.chain_ways import ChainRunner
+from ascend_ln_fuse.kernels.fused_linear_plan import Plan
 
 pytestmark = pytest.mark.real_gpu
 
@@ -57,7 +60,8 @@ def test_numbers(make, dtype, tokens, mean, device):
     model = make().to(device, dtype)
     check(model, (torch.randn(1, tokens, C, device=device) + mean).to(dtype), fused=1)
     ways = last_reports()[-1].sites[0].chain_ways()
-    assert len(ways) == (2 if tokens <= 256 else 0)
+    alone = model.act is F.relu  # which the library applies in the product, for any number of rows
+    assert len(ways) == (2 if tokens <= 256 else 1 if alone else 0)
     assert all(("us" in way) for way in ways), ways
 
 
@@ -101,6 +105,110 @@ def runner_inputs(runner, model):
              model.fc2.bias]
     assert len(by_shape) and len(runner.chain.inputs) == len(order) + 1
     return order
+
+
+# The activation in the product
+
+
+def take(monkeypatch, decide):
+    """Every chain decides so from here on."""
+    chain_ops.chain_runner.cache_clear()
+    torch._dynamo.reset()
+    original = ChainRunner.__init__
+    monkeypatch.setattr(ChainRunner, "__init__", lambda self, chain, self_check="first_call":
+                        original(self, chain, self_check, decide))
+
+
+def gelu_tanh(x):
+    return F.gelu(x, approximate="tanh")
+
+
+@pytest.mark.parametrize("mean", [0.0, 100.0])
+@pytest.mark.parametrize("tokens", [1, 5, 300, 4096])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "f16", "f32"])
+@pytest.mark.parametrize("act", [F.relu, gelu_tanh], ids=["relu", "gelu_tanh"])
+def test_the_activation_in_the_product(act, dtype, tokens, mean, device, monkeypatch):
+    """Within the bound wherever the check lets it through; in bf16 and fp16 it must."""
+    found = []
+
+    def decide(question):
+        if question.by_activated is None:
+            return Choice(LIBRARY)
+        results = question.by_activated()
+        found.append(agree(results, question.by_library()) and question.within_bound(results))
+        return Choice(ACTIVATED if found[-1] else LIBRARY)
+
+    take(monkeypatch, decide)
+    model = Ffn(act).to(device, dtype)
+    check(model, (torch.randn(1, tokens, C, device=device) + mean).to(dtype), fused=1)
+    assert len(found) == 1 and (found[0] or dtype == torch.float32)
+
+
+@pytest.mark.parametrize("tokens", [16, 300, 4096])
+@pytest.mark.parametrize("act", [F.relu, gelu_tanh], ids=["relu", "gelu_tanh"])
+def test_it_is_measured_for_any_number_of_rows(act, tokens, device):
+    model = Ffn(act).to(device).bfloat16()
+    check(model, torch.randn(1, tokens, C, device=device).bfloat16(), fused=1)
+    ways = last_reports()[-1].sites[0].chain_ways()
+    assert f"{ACTIVATED} " in ways[0] and "other results" not in ways[0], ways
+
+
+@pytest.mark.parametrize("tokens", [16, 4096])
+def test_it_can_be_captured(tokens, device, monkeypatch):
+    take(monkeypatch, lambda question: Choice(LIBRARY if question.by_activated is None else ACTIVATED))
+    model = Ffn(gelu_tanh).to(device).bfloat16().eval()
+    captured_is_right(model, torch.randn(1, tokens, C, device=device).bfloat16())
+
+
+def captured_is_right(model, x) -> None:
+    """Replayed with other inputs, the fused model gives what it gives when called."""
+    compiled = torch.compile(model, backend="ascend_ln_fuse", options={"report": "off"}, dynamic=False)
+    with torch.no_grad():
+        for _ in range(2):
+            compiled(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = compiled(x)
+        for _ in range(3):
+            x.normal_()
+            graph.replay()
+            torch.testing.assert_close(result, model(x), rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(compiled(x), model(x), rtol=2e-2, atol=2e-2)
+
+
+# Two answers
+
+
+@pytest.mark.parametrize("kernel_in", ["graph", "plain"])
+def test_a_capture_takes_its_own_way(kernel_in, device, monkeypatch):
+    launched, original = [], Plan.__call__
+
+    def launch(self, *args):
+        launched.append(torch.cuda.is_current_stream_capturing())
+        return original(self, *args)
+
+    def decide(question):
+        kernel = Way(ONE_KERNEL, question.configs()[0])
+        if kernel_in == "graph":
+            return Choice(LIBRARY, in_graph=kernel)
+        return Choice(*kernel, in_graph=Way(LIBRARY))
+
+    take(monkeypatch, decide)
+    monkeypatch.setattr(Plan, "__call__", launch)
+    captured_is_right(Ffn().to(device).bfloat16().eval(), torch.randn(1, 16, C, device=device).bfloat16())
+    assert launched.count(True) == (2 if kernel_in == "graph" else 0)
+    assert launched.count(False) >= 2  # in a plain call, or rehearsed by one
+    if kernel_in == "graph":
+        assert launched.count(False) <= 4  # checked once, and not called again
+
+
+def test_both_answers_are_measured(device):
+    """What the report shows: host times beside those of the device, of all that could matter."""
+    check(Ffn().to(device).bfloat16(), torch.randn(1, 16, C, device=device).bfloat16(), fused=1)
+    for choice in last_reports()[-1].sites[0].chain_runner.choices.values():
+        assert LIBRARY in choice.host_times and all(0 < us < 1e4 for us in choice.host_times.values())
+        assert set(choice.host_times) <= set(choice.times) and choice.plain.name in choice.times
+        assert choice.captured.name in choice.times
 
 
 def test_a_choice_is_read_by_another_runner(device):

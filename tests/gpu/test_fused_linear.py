@@ -9,11 +9,11 @@ from fused_linear_cases import NAMES, assert_right, case, check
 
 from ascend_ln_fuse.kernels import fused_linear_plan
 from ascend_ln_fuse.kernels.fused_linear import FusedLinear, GemmTile, reference
-from ascend_ln_fuse.kernels.fused_linear_tiles import FEW, MANY, VECTOR
+from ascend_ln_fuse.kernels.fused_linear_tiles import FEW, MANY, NARROW_FEW, NARROW_MANY, VECTOR
 
 pytestmark = pytest.mark.real_gpu
 
-TILES = [*VECTOR, *FEW, *MANY]
+TILES = [*VECTOR, *FEW, *MANY, *NARROW_FEW, *NARROW_MANY]
 KINDS = {
     "dot": GemmTile(16, 32, 64),
     "dot of 128 rows": GemmTile(128, 64, 64, num_warps=8),
@@ -67,7 +67,7 @@ def test_proposals_run(joint):
     n = 2048 * len(one.segment.projections)
     for rows in (1, 2, 16, 33, 128, 200):
         args = one.arguments((1, rows))
-        for tile in run.configs(rows, n, 2048):
+        for tile in (*run.configs(rows, n, 2048), *run.unsplit(rows, n, 2048)):
             check(run, args, tile)
 
 

@@ -12,7 +12,16 @@ from chain_cases import ffn, ffn_inputs, packed, packed_inputs
 from norm_cases import assert_right, inputs_for, region, scalars_for
 from test_chain_backward import CHAINS, tensors
 
-from ascend_ln_fuse.kernels import chain_choice, compiling, fused_linear_plan, launch, launchers, settings
+from ascend_ln_fuse.kernels import (
+    chain_choice,
+    chain_contest,
+    compiling,
+    fused_linear,
+    fused_linear_plan,
+    launch,
+    launchers,
+    settings,
+)
 from ascend_ln_fuse.kernels.chain_choice import LIBRARY, ONE_KERNEL, Choice
 from ascend_ln_fuse.kernels.chain_ways import ChainRunner
 from ascend_ln_fuse.kernels.compiling import CompileTimeout, ahead, settle, within_limit
@@ -281,8 +290,8 @@ def measuring(monkeypatch, tmp_path):
     monkeypatch.setenv("ASCEND_LN_FUSE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(chain_choice, "_store", chain_choice.Store("chains"))
     monkeypatch.setattr(chain_choice, "may_measure", lambda device: True)
-    monkeypatch.setattr(chain_choice, "host_microseconds", lambda call, device: 1.0)
-    monkeypatch.setattr(chain_choice, "device_microseconds",
+    monkeypatch.setattr(chain_contest, "host_microseconds", lambda call, device: 1.0)
+    monkeypatch.setattr(chain_contest, "device_microseconds",
                         lambda call, device: 2.0 if hasattr(call, "args") else 9.0)
 
 
@@ -305,6 +314,15 @@ def test_a_chain_expects_the_kernels_that_it_measures(make, inputs, asked, measu
     waited.clear()
     again(inputs, (1e-5,))
     assert set(waited) <= few < expected
+
+
+def test_what_is_tried_in_one_launch_is_expected_too(asked, measuring, monkeypatch):
+    """A kernel that may be measured last begins with the others."""
+    narrow = fused_linear.GemmTile(16, 16, 32)
+    monkeypatch.setattr(fused_linear, "unsplit", lambda *sizes: (narrow,))
+    run = ChainRunner(ffn("bf16"), "off")
+    run.expect([like(x) for x in ffn_inputs(torch.bfloat16)])
+    assert [key[2] for key in asked[0] if len(key) == 6].count(narrow) == len(run.segments)
 
 
 def test_a_likeness_answers_as_its_tensor():

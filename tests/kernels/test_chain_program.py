@@ -162,7 +162,7 @@ def test_more_rows_than_kernels_are_for():
     runner, inputs = runner_by(ffn("bf16"), (ONE_KERNEL, ONE_KERNEL)), ffn_inputs(torch.bfloat16)
     inputs[0] = torch.randn(2, 200, K).bfloat16()
     assert is_right(runner, inputs)
-    assert [kernels for _, kernels in runner._bound.values()] == [[]] and not runner.choices
+    assert [bound.kernels for bound in runner._bound.values()] == [[]] and not runner.choices
 
 
 def test_a_chain_without_regions_or_scalars():

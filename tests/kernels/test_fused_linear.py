@@ -13,7 +13,16 @@ from ascend_ln_fuse.kernels import frames, fused_linear_plan
 from ascend_ln_fuse.kernels.fused_linear import FusedLinear, GemmTile, Projection, Segment
 from ascend_ln_fuse.kernels.fused_linear_codegen import generate
 from ascend_ln_fuse.kernels.fused_linear_structure import bind
-from ascend_ln_fuse.kernels.fused_linear_tiles import FEW, MANY, VECTOR, tiles
+from ascend_ln_fuse.kernels.fused_linear_tiles import (
+    FEW,
+    LAUNCH_BYTES,
+    MANY,
+    NARROW_FEW,
+    NARROW_MANY,
+    VECTOR,
+    tiles,
+    unsplit,
+)
 from ascend_ln_fuse.kernels.layout import Unsupported
 from ascend_ln_fuse.kernels.reference import TORCH_DTYPES
 from ascend_ln_fuse.kernels.targets import cuda, npu
@@ -65,7 +74,7 @@ def test_large_means(name, dtype, kind):
         check(run, one.arguments((1, 3), mean), KINDS[kind])
 
 
-@pytest.mark.parametrize("tile", [*VECTOR, *FEW, *MANY], ids=str)
+@pytest.mark.parametrize("tile", [*VECTOR, *FEW, *MANY, *NARROW_FEW, *NARROW_MANY], ids=str)
 def test_every_tile_of_the_tuning_set(tile):
     one = case("gelu", 144, 80)
     run = runner(one.segment)
@@ -241,6 +250,29 @@ def test_proposals(m, n, k, joint):
     assert 0 < len(found) <= 6 and len(set(found)) == len(found)
     assert all((tile.rows == 1) == (m == 1) and tile.norm_ahead == (m > 1) for tile in found)
     assert all(tile.split == 1 or k // tile.split >= 1024 for tile in found)
+
+
+@pytest.mark.parametrize("m, narrow", [(1, 0), (2, 1), (16, 1), (17, 1), (128, 1)])
+@pytest.mark.parametrize("n, k", [(1024, 4096), (2048, 8192)])
+def test_one_tile_without_a_second_launch(n, k, m, narrow):
+    """Beside split ones: more programs than the widest of them has, none of which is known."""
+    known, found = tiles(m, n, k, 1, False, 132), unsplit(m, n, k, 1, False, 132)
+    assert len(found) == narrow and not set(found) & set(known)
+    for tile in found:
+        assert tile.split == 1 and tile.cols < min(other.cols for other in known)
+        assert tile in (*NARROW_FEW, *NARROW_MANY) and (tile.rows == 16) == (m <= 16)
+
+
+@pytest.mark.parametrize("m, n, k", [(16, 4096, 1024), (16, 4096, 16384), (128, 1024, 1000), (1, 1024, 4096)])
+def test_no_tile_more_where_nothing_is_split_or_launching_is_not_the_time(m, n, k):
+    split = any(tile.split > 1 for tile in tiles(m, n, k, 1, False, 132))
+    assert split == (2 * n * k > LAUNCH_BYTES) and not unsplit(m, n, k, 1, False, 132)
+
+
+def test_gated_weights_share_the_narrow_tiles():
+    """`n` counts the features of both, of which a tile has its columns each."""
+    tile, = unsplit(16, 2048, 4096, 2, False, 132)
+    assert tile == unsplit(16, 1024, 4096, 1, False, 132)[0]
 
 
 # -- refusals ----------------------------------------------------------------------------------------
