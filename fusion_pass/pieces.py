@@ -46,7 +46,7 @@ def without_needless_cats(graph: Graph) -> tuple[Graph, str]:
 def needless_cats(graph: Graph) -> dict[Node, Node]:
     """The cats of a graph, whose nodes carry fakes, that need not be made -> the tensor to read instead
     (which may be such a cat too)."""
-    cats = [node for node in graph.nodes if kind(node) == "cat" and node.users and
+    cats = [node for node in graph.nodes if kind(node) == "cat" and
             len({storages_of(part) for part in joined(node)[0]}) == 1]
     if not cats:
         return {}
@@ -84,14 +84,14 @@ def _are_pieces(pieces: Sequence[torch.Tensor], whole: torch.Tensor, result: tor
     Of memory that begins at an offset it would be known to whom addresses matter: a kernel that wants them
     aligned, a view as another dtype.
     """
-    if whole.dtype != result.dtype or not same_shape(whole.shape, result.shape) or \
-            not same_shape(whole.stride(), result.stride()) or not same(whole.storage_offset(), 0):
+    if not same_shape(whole.stride(), result.stride()) or not same(whole.storage_offset(), 0):
         return False
-    dim %= max(whole.dim(), 1)
+    dim %= whole.dim()
     start = 0
     for piece in pieces:
+        offset = whole.storage_offset() + start * whole.stride(dim)
         if storage_key(piece) != storage_key(whole) or piece.dtype != whole.dtype or \
-                piece.dim() != whole.dim() or not same(piece.storage_offset(), start * whole.stride(dim)):
+                piece.dim() != whole.dim() or not same(piece.storage_offset(), offset):
             return False
         for i, (size, stride) in enumerate(zip(piece.shape, piece.stride())):
             if i != dim and not same(size, whole.shape[i]):

@@ -13,6 +13,7 @@ from ascend_ln_fuse.graph import Lens
 from ascend_ln_fuse.simplify import simplified
 
 BATCH, TEXT, TOKENS, WIDTH = 2, 3, 8, 16
+SCALE = nn.Parameter(torch.ones(1))
 NOTE = "1 cat of all pieces of a tensor is not made: the tensor itself is read"
 
 
@@ -174,6 +175,21 @@ def narrower(h):
     return torch.cat([h[:, :4, :8], h[:, 4:, :8]], 1)
 
 
+def of_the_first_in_the_batch(h):
+    """The strides are those of all."""
+    return torch.cat([h[:1, :TEXT], h[:1, TEXT:]], 1)
+
+
+def with_a_flat_empty_piece(h):
+    """torch.cat passes over it, whatever the others look like."""
+    return torch.cat([h.flatten()[:0], h[:, :TEXT], h[:, TEXT:]], 1)
+
+
+def one_of_them_transposed(h):
+    h = h.unflatten(-1, (4, 4))
+    return torch.cat([h[:, :TEXT].mT, h[:, TEXT:]], 1)
+
+
 def transposed(h):
     """The cat is contiguous, what it is made of is not."""
     h = h.transpose(0, 1)
@@ -191,7 +207,11 @@ def expanded(h):
 
 
 def with_an_offset(h):
-    return batch(torch.cat([h, h])[1:3])
+    return batch(h.repeat(2, 1, 1)[1:3])
+
+
+def of_mixed_dtypes(h):
+    return torch.cat([h[:, :4], h.view(torch.int32)[:, 4:]], 1)
 
 
 def promoted(h):
@@ -209,8 +229,8 @@ def negated(h):
 
 
 def dropped(h):
-    """An identity whose fake has memory of its own."""
-    return torch.cat([F.dropout(h[:, :4], 0.5, False), h[:, 4:]], 1)
+    """An identity whose fake has memory of its own, and lies at its beginning."""
+    return torch.cat([F.dropout(h[1:], 0.5, False), h[1:]])
 
 
 def looked_at_conjugated(h):
@@ -231,9 +251,24 @@ def by_vmap(h):
     return torch.vmap(lambda row: torch.cat([row[:TEXT], row[TEXT:]]) * 2)(h)
 
 
-KEPT = (swapped, twice, overlapping, a_part, a_gap, every_other, along_another_dim, of_two_tensors, narrower,
-        transposed, channels_last, expanded, with_an_offset, promoted, conjugated, negated, dropped,
-        looked_at_conjugated, looked_at_as_another_dtype, in_memory_of_another, by_vmap)
+def with_tangents(h):
+    with torch.autograd.forward_ad.dual_level():
+        h = torch.autograd.forward_ad.make_dual(h, h.sin())
+        return torch.autograd.forward_ad.unpack_dual(slices(h) * 2).tangent * 1
+
+
+def of_another_mode(h):
+    """Nothing that was made in inference mode can be kept for a backward, but copies can."""
+    with torch.inference_mode():
+        h = h * 2
+    return slices(h) * SCALE
+
+
+KEPT = (swapped, twice, overlapping, a_part, a_gap, every_other, along_another_dim, of_two_tensors,
+        narrower, of_the_first_in_the_batch, with_a_flat_empty_piece, one_of_them_transposed, transposed,
+        channels_last, expanded, with_an_offset, of_mixed_dtypes, promoted, conjugated, negated, dropped,
+        looked_at_conjugated, looked_at_as_another_dtype, in_memory_of_another, by_vmap, with_tangents,
+        of_another_mode)
 
 
 @pytest.mark.parametrize("joined", KEPT, ids=lambda f: f.__name__)
@@ -326,12 +361,16 @@ def another_input_written(h, x, other):
 
 def input_that_an_unknown_op_may_write(h, x, other):
     r = slices(x)
-    return unknown(other) + r
+    return unknown(h) + r
+
+
+def made_by_an_unknown_op(h, x, other):
+    return slices(unknown(x)) * 2
 
 
 TOLD = (returned, view_returned, identity_returned, returned_in_a_tuple, written, view_written,
         source_written, piece_written, written_by_an_op_that_has_it, seen_by_an_unknown_op, input_written,
-        another_input_written, input_that_an_unknown_op_may_write)
+        another_input_written, input_that_an_unknown_op_may_write, made_by_an_unknown_op)
 
 
 def written_before(h, x, other):
@@ -360,6 +399,12 @@ def of_an_input(h, x, other):
     return slices(x) * 2, x
 
 
+def of_an_input_with_a_mode_behind(h, x, other):
+    r = slices(x)
+    with torch.autocast("cpu", enabled=False):
+        return r * 2
+
+
 def unknown_op_elsewhere(h, x, other):
     return slices(h) * 2, unknown(other)
 
@@ -379,7 +424,7 @@ def with_a_clone_returned(h, x, other):
 
 
 SECRET = (written_before, piece_written_before, all_written_between, source_returned, of_an_input,
-          unknown_op_elsewhere, known_op, cat_of_cats, with_a_clone_returned)
+          of_an_input_with_a_mode_behind, unknown_op_elsewhere, known_op, cat_of_cats, with_a_clone_returned)
 
 
 def memory(*values):
