@@ -91,7 +91,7 @@ def _are_pieces(pieces: Sequence[torch.Tensor], whole: torch.Tensor, result: tor
     for piece in pieces:
         offset = whole.storage_offset() + start * whole.stride(dim)
         if storage_key(piece) != storage_key(whole) or piece.dtype != whole.dtype or \
-                piece.dim() != whole.dim() or not same(piece.storage_offset(), offset):
+                not same(piece.storage_offset(), offset):
             return False
         for i, (size, stride) in enumerate(zip(piece.shape, piece.stride())):
             if i != dim and not same(size, whole.shape[i]):
