@@ -104,7 +104,7 @@ def _are_pieces(pieces: Sequence[torch.Tensor], whole: torch.Tensor, result: tor
 
 def _is_plain(fake: torch.Tensor | None) -> bool:
     """Whether the values of a fake are what lies in its memory, and no gradient of it is recorded."""
-    return isinstance(fake, FakeTensor) and not fake.is_conj() and not fake.requires_grad
+    return isinstance(fake, FakeTensor) and not (fake.is_conj() or fake.is_neg() or fake.requires_grad)
 
 
 class _Memory:
@@ -153,7 +153,7 @@ class _Memory:
 def _can_move(view: torch.Tensor, whole: torch.Tensor) -> bool:
     """Whether a fake that may be a view of `whole` can be made as one of another tensor (`_replace`)."""
     return storage_key(view) != storage_key(whole) or \
-        (_is_plain(view) and view.dtype == whole.dtype and not view.is_neg())
+        (_is_plain(view) and view.dtype == whole.dtype)
 
 
 def _replace(graph: Graph, cat: Node, source: Node, env: dict[Node, Node]) -> None:

@@ -10,7 +10,9 @@ from torch.nn import functional as F
 
 from ascend_ln_fuse import Options, backend, last_reports
 from ascend_ln_fuse.graph import Lens
+from ascend_ln_fuse.loading import Example
 from ascend_ln_fuse.simplify import simplified
+from ascend_ln_fuse.trace import trace
 
 BATCH, TEXT, TOKENS, WIDTH = 2, 3, 8, 16
 SCALE = nn.Parameter(torch.ones(1))
@@ -133,10 +135,27 @@ def test_left_out(joined, graphs):
     graph, = graphs
     assert not cats(graph) and last_reports()[-1].notes == (NOTE,)
     assert all(node.users for node in graph.nodes if node.op in ("call_function", "call_method"))
-    # What is a view is one by its fake too.
-    lens = Lens(graph)
-    made, = (node for node in graph.nodes if lens.kind(node) == "mul")
-    assert all(lens.storages(node) == lens.storages(made) for node in graph.nodes if lens.is_view(node))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_its_views_are_known_as_views_of_the_tensor(dynamic, graphs):
+    """By their fakes, from which all that follows tells what is a view, and of what."""
+    def f(x):
+        h = x * 2
+        r = slices(h)
+        return r[:, 1:].transpose(1, 2).split(4, 1)[2] + r.unsqueeze(0).sum()
+
+    x = example()
+    call = torch.compile(f, backend="ascend_ln_fuse", options={"report": "off"}, dynamic=dynamic)
+    assert_as_eager([call(x)], [f(x)])
+    lens = Lens(graphs[0])
+    made, = (node for node in lens.nodes if lens.kind(node) == "mul")
+    views = [node for node in lens.nodes if lens.is_view(node)]
+    assert [lens.kind(node) for node in views] == ["getitem", "transpose", "split", "getitem", "unsqueeze"]
+    assert all(lens.storages(node) == lens.storages(made) for node in views)
+    first, *_, fourth = lens.tensor(views[0]), lens.tensor(views[3])
+    assert first.storage_offset() == WIDTH and fourth.storage_offset() == WIDTH + 8
+    assert tuple(fourth.stride()[1:]) == (1, WIDTH)
 
 
 def swapped(h):
@@ -239,6 +258,10 @@ def looked_at_conjugated(h):
     return slices(h).conj() * 2
 
 
+def looked_at_negated(h):
+    return torch._neg_view(slices(h)) * 2
+
+
 def looked_at_as_another_dtype(h):
     return slices(h).view(torch.int32)[..., 0] + 1
 
@@ -267,8 +290,8 @@ def of_another_mode(h):
 KEPT = (swapped, twice, overlapping, a_part, a_gap, every_other, along_another_dim, of_two_tensors,
         narrower, of_the_first_in_the_batch, with_a_flat_empty_piece, one_of_them_transposed, transposed,
         channels_last, expanded, with_an_offset, of_mixed_dtypes, promoted, conjugated, negated, dropped,
-        looked_at_conjugated, looked_at_as_another_dtype, in_memory_of_another, by_vmap, with_tangents,
-        of_another_mode)
+        looked_at_conjugated, looked_at_negated, looked_at_as_another_dtype, in_memory_of_another, by_vmap,
+        with_tangents, of_another_mode)
 
 
 @pytest.mark.parametrize("joined", KEPT, ids=lambda f: f.__name__)
@@ -603,6 +626,14 @@ def test_the_option_keeps_them(graphs):
     with torch.no_grad():
         compiled(lambda x: slices(x) * 2, cats="keep")(example())
     assert cats(graphs[0]) and not last_reports()[-1].notes
+
+
+def test_explain_leaves_them_out_too():
+    """It has no values, but it needs none."""
+    inputs = example(1, (BATCH, TEXT, WIDTH)), example(2), example(3, (BATCH, WIDTH))
+    report, = trace(Example(Blocks(), inputs, {}))
+    assert report.notes == (NOTE.replace("1 cat", "2 cats").replace("tensor is", "tensor are"),)
+    assert [site.pattern.startswith("modulate -> layer_norm") for site in report.sites] == [False, True, True]
 
 
 def test_aten_graphs():
