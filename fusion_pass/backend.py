@@ -40,7 +40,6 @@ from .inner_choice import (
 from .kernels.chain_ops import chain_runner
 from .kernels.ops import runner
 from .kernels.settings import compile_seconds
-from .masks import without_needless_masks
 from .options import Options, parse_options, strict
 from .patterns import candidate, find_norms
 from .patterns.cats import join_cats
@@ -50,6 +49,7 @@ from .patterns.rotary_site import take_rotary
 from .report import FusionReport, SiteReport, emit, progress, record
 from .rewrite import read_by_result, rewrite
 from .select import select
+from .simplify import simplified
 from .site import Decline, Site
 
 #: Inner compilers that run each product as it is written. Others see through products, but not through ours.
@@ -169,12 +169,11 @@ def _publish(report: FusionReport, chosen: Options) -> None:
 def _fused_module(gm: GraphModule, chosen: Options) -> tuple[FusionReport, Graph]:
     """`fuse_module`, the report not recorded; and the graph without fused sites."""
     started = time.perf_counter()
-    error, note = None, ""
+    error, notes = None, ()
     fused = Fused(None)
     original = plain = gm.graph
     try:
-        if chosen.masks == "simplify":
-            plain, note = without_needless_masks(original)
+        plain, notes = simplified(original, chosen)
         fused = fuse(plain, chosen, begin=True)
         if fused.graph is not None or plain is not original:
             gm.graph = fused.graph or plain
@@ -184,12 +183,12 @@ def _fused_module(gm: GraphModule, chosen: Options) -> tuple[FusionReport, Graph
             raise
         if gm.graph is not original:
             gm.graph = original
-        plain, note = original, ""
+        plain, notes = original, ()
         error = f"{type(failure).__name__}: {failure}"
     with _lock:
         number = next(_graph_numbers)
     report = FusionReport(name=model_name(gm), graph_index=number, sites=fused.sites, rotary=fused.rotary,
-                          error=error, seconds=time.perf_counter() - started, notes=(note,) if note else ())
+                          error=error, seconds=time.perf_counter() - started, notes=notes)
     return report, plain
 
 

@@ -11,7 +11,8 @@ import os
 import re
 from bisect import bisect
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 
 import torch
@@ -89,6 +90,14 @@ def tensor_bytes(fake: torch.Tensor) -> int:
     for size, stride in zip(fake.shape, fake.stride()):
         count *= 1 if isinstance(stride, int) and stride == 0 else hint(size)
     return count
+
+
+@contextmanager
+def quietly(fake: torch.Tensor) -> Iterator[None]:
+    """Within, ops on fakes of the mode of `fake` yield fakes, and no guard is kept of them."""
+    mode = fake.fake_mode
+    with mode, mode.shape_env.suppress_guards() if mode.shape_env else nullcontext():
+        yield
 
 
 def _fact(read: Callable) -> Callable:

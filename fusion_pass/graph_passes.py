@@ -17,7 +17,7 @@ from .options import Options, parse_options
 from .versions import sources
 
 #: what the options of a pass may be: the compiler is the one that runs it
-_OPTIONS = ("report", "training", "self_check", "masks")
+_OPTIONS = ("report", "training", "self_check", "masks", "cats")
 
 
 class InductorPass(CustomGraphPass):
@@ -42,7 +42,7 @@ class InductorPass(CustomGraphPass):
         """Part of the key of Inductor's caches: another version of the pass compiles anew. The report is
         left out, since it does not change a graph."""
         return ("ascend_ln_fuse", sources(), self.options.training, self.options.self_check,
-                self.options.masks)
+                self.options.masks, self.options.cats)
 
 
 def inductor_pass(**options) -> InductorPass:
@@ -55,7 +55,7 @@ def inductor_pass(**options) -> InductorPass:
     fused, measured or not; the backend with options={"inner": "inductor"} keeps what is faster.
 
     Args:
-        **options: report, training, self_check and masks of `ascend_ln_fuse.Options`.
+        **options: report, training, self_check, masks and cats of `ascend_ln_fuse.Options`.
 
     Raises:
         ValueError, TypeError: an unknown option, or one whose value is not valid.

@@ -31,6 +31,7 @@ from .kernels.source import KernelSource, jit
 from .kernels.targets import npu
 from .options import Options
 from .report import traffic, visible
+from .simplify import simplified
 
 GENERATED, LIBRARY, NONE = "generated", "library", "none"
 
@@ -158,14 +159,16 @@ def _of_chain(seen: _Seen, op: FusedChain | LayerNormLinearFusion, args: tuple, 
 def _of_model(seen: _Seen, model, args: tuple, kwargs: dict) -> str:
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     # A function of its own: a module that is compiled in place would run what it has.
-    plain = model._call_impl if isinstance(model, nn.Module) else model
+    uncompiled = model._call_impl if isinstance(model, nn.Module) else model
+    options = Options(report="off")
 
     def call(*args, **kwargs):
-        return plain(*args, **kwargs)
+        return uncompiled(*args, **kwargs)
 
     def backend(gm, inputs):
-        graph, _ = fuse_graph(gm.graph, Options(report="off"))
-        return _Listener(fx.GraphModule(gm, graph or gm.graph), seen).run
+        plain, _ = simplified(gm.graph, options)
+        graph, _ = fuse_graph(plain, options)
+        return _Listener(fx.GraphModule(gm, graph or plain), seen).run
 
     torch.compile(call, backend=backend)(*args, **kwargs)
     return "the kernels of fused sites, and the products in their chains; other operations are not listed"

@@ -12,16 +12,15 @@ does not look at them.)
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, Node
 
 from .effects import effects_of, is_attention_without_dropout, value_of
-from .graph import Lens
+from .graph import Lens, quietly
 from .kinds import STRIDE_FREE_VIEWS, base_name, kind
-from .rewrite import copy_graph
+from .rewrite import copy_graph, erase_unread
 
 ALL, CAUSAL = "all True", "causal"
 
@@ -92,12 +91,7 @@ def _drop(graph: Graph, attentions: dict[Node, str]) -> None:
         others = {name: arg for name, arg in node.kwargs.items() if name not in _ARGUMENTS}
         node.args = tuple(given.pop(name) for name in _ARGUMENTS[:3])
         node.kwargs = {**given, **others}
-    while orphans:
-        node = orphans.pop()
-        if not node.users and not node._erased:
-            above = node.all_input_nodes
-            graph.erase_node(node)
-            orphans += (one for one in above if _is_pure(one))
+    erase_unread(graph, orphans, _is_pure)
 
 
 def _words(attentions: dict[Node, str]) -> str:
@@ -242,6 +236,5 @@ def _settles(lens: Lens, node: Node, fake: torch.Tensor) -> bool:
 
 def _on_fakes(node: Node, args, kwargs, like: torch.Tensor):
     """What the op of `node` makes of fakes in the mode of `like`; no guard is kept of it."""
-    mode = like.fake_mode
-    with mode, mode.shape_env.suppress_guards() if mode.shape_env else nullcontext():
+    with quietly(like):
         return _call(node, args, kwargs)

@@ -15,6 +15,7 @@ _CHOICES = {
     "training": ("fuse", "decline"),
     "self_check": SELF_CHECKS,
     "masks": ("simplify", "keep"),
+    "cats": ("simplify", "keep"),
     "inner_choice": ("measure", "fuse"),
 }
 
@@ -36,6 +37,8 @@ class Options:
             but raises, also where a kernel does not compile or start.
         masks: attention masks that the graph builds from sizes alone, and that are all True or causal:
             "simplify" (scaled_dot_product_attention gets none, or is_causal) or "keep".
+        cats: torch.cat of all pieces of one tensor, in order: "simplify" (the tensor itself is read) or
+            "keep".
         inner_choice: what becomes of fused sites in front of an `inner` that fuses on its own, on an
             accelerator: "measure" compiles the graph with all of them, with those of short rows and with
             none, times these forms and keeps the fastest, and leaves what cannot be measured (gradients,
@@ -47,6 +50,7 @@ class Options:
     training: str = "fuse"
     self_check: str = DEFAULT_SELF_CHECK
     masks: str = "simplify"
+    cats: str = "simplify"
     inner_choice: str = "measure"
 
     def __post_init__(self) -> None:

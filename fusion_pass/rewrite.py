@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.fx import Graph, Node
@@ -92,6 +92,17 @@ def copy_graph(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
     for node in graph.nodes:
         env[node] = _copy(copied, node, env.__getitem__)
     return copied, env
+
+
+def erase_unread(graph: Graph, nodes: Iterable[Node], is_pure: Callable[[Node], bool]) -> None:
+    """Erase those of `nodes` that nobody reads, and what is pure and read by them alone."""
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if not node.users and not node._erased:
+            above = node.all_input_nodes
+            graph.erase_node(node)
+            waiting += filter(is_pure, above)
 
 
 def _copy(graph: Graph, node: Node, lookup: Callable[[Node], Node | int]) -> Node:

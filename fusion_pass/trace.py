@@ -15,6 +15,7 @@ import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,6 +28,7 @@ from .errors import UserError
 from .loading import Example, describe
 from .options import Options, strict
 from .report import FusionReport
+from .simplify import simplified
 
 #: Compilations of one function that Dynamo may make: every one is a graph to report on.
 MAX_GRAPHS = 4096
@@ -109,14 +111,17 @@ def trace(example: Example, options: Options | None = None, grad: bool = False,
 def _report(gm: torch.fx.GraphModule, options: Options, number: int) -> FusionReport:
     """What the backend would report of a graph, which is left as it is. Not how long that took: in a
     report on an NPU it would read as a time of the NPU's."""
-    error, fused = None, Fused(None)
+    error, fused, notes = None, Fused(None), ()
     try:
-        fused = fuse(gm.graph, options)
+        # (Masks have no values here.)
+        plain, notes = simplified(gm.graph, replace(options, masks="keep"))
+        fused = fuse(plain, options)
     except Exception as failure:
         if strict():
             raise
-        error = f"{type(failure).__name__}: {failure}"
-    return FusionReport(model_name(gm), number, fused.sites, error, seconds=math.nan, rotary=fused.rotary)
+        error, notes = f"{type(failure).__name__}: {failure}", ()
+    return FusionReport(model_name(gm), number, fused.sites, error, seconds=math.nan, rotary=fused.rotary,
+                        notes=notes)
 
 
 @contextlib.contextmanager

@@ -205,7 +205,7 @@ def test_a_process_that_is_stopped_for_time(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def made_up(monkeypatch):
-    def times(calls, rounds, seconds):
+    def times(calls, rounds, seconds, seed):
         for call in calls.values():
             call()
         return {name: {"device_ms": [10.0 - i] * rounds, "wall_ms": [10.0] * rounds, "rounds": rounds}
@@ -249,15 +249,80 @@ def test_the_timed_way(tmp_path, monkeypatch, made_up, capsys):
     assert "plot" in tables.plot([row], tmp_path / "plot.svg")
 
 
-def test_contenders_take_turns(monkeypatch):
+@pytest.fixture
+def turns(monkeypatch):
+    """What ran, as it was timed: the names of the calls, in capitals where not timed."""
     order = []
     monkeypatch.setattr(clock, "_host_seconds", lambda call: 0.0)
     monkeypatch.setattr(clock, "_wall_ms", lambda call: 1.0)
-    monkeypatch.setattr(clock, "_device_ms", lambda call, host: order.append(call()) or 2.0)
-    calls = {"a": lambda: "a", "b": lambda: "b"}
-    assert clock.times(calls, 2, 60)["a"] == {"device_ms": [2.0, 2.0], "wall_ms": [1.0, 1.0], "rounds": 2}
-    assert "".join(order) == "abba"
+    monkeypatch.setattr(clock, "_device_ms", lambda call, host: order.append(order.pop().lower()) or 2.0)
+    return order
+
+
+def test_contenders_take_turns(turns):
+    calls = {name.lower(): lambda name=name: turns.append(name) for name in "ABC"}
+    found = clock.times(calls, 40, 60, seed=1)
+    assert found["a"] == {"device_ms": [2.0] * 40, "wall_ms": [1.0] * 40, "places": found["a"]["places"],
+                          "rounds": 40}
+    rounds = ["".join(turns[i:i + 3]) for i in range(0, 120, 3)]
+    assert set(rounds) == {"abc", "acb", "bac", "bca", "cab", "cba"}  # whoever ran before
+    for name in calls:
+        assert [order.index(name) for order in rounds] == found[name]["places"]
+    assert clock.times(calls, 40, 60, seed=1) == found != clock.times(calls, 40, 60, seed=2)
     assert clock.times(calls, 9, 0)["b"]["rounds"] == 3  # no time left: as few as count
+
+
+def test_a_contender_runs_before_it_is_timed(monkeypatch):
+    """What ran before it would show in its time."""
+    seen = []
+    monkeypatch.setattr(clock, "_host_seconds", lambda call: 0.0)
+    for name in ("_device_ms", "_wall_ms"):
+        monkeypatch.setattr(clock, name, lambda call, *_, name=name: seen.append(name) or 1.0)
+    clock.times({"a": lambda: seen.append("a")}, 1, 60)
+    assert seen == ["a", "_device_ms", "_wall_ms"]
+
+
+def timed(places=True, **device_ms):
+    """A row with those times a round."""
+    cells = {}
+    for name, times in device_ms.items():
+        cell = {"device_ms": times, "wall_ms": [2 * ms for ms in times], "rounds": len(times)}
+        cells[name.replace("_", "-")] = {**cell, "places": [0] * len(times)} if places else cell
+    return {"model": "m", "kind": specs.OTHER, "columns": cells}
+
+
+DRIFTING = {"compile": [10.0, 11.0, 12.0, 13.0, 20.0], "ours_inductor": [10.0, 10.0, 11.0, 13.0, 25.0]}
+
+
+def test_columns_are_compared_round_by_round():
+    """The device slows down from round to round; what is left is the columns' difference."""
+    row = timed(**DRIFTING)
+    assert tables.by_round(row, "compile", "ours-inductor") == [1.0, 1.1, 12 / 11, 1.0, 0.8]
+    assert tables.ratio(row, "compile", "ours-inductor") == 1.0
+    assert tables.speed(row, "compile", "ours-inductor") == "1.00 (1.00-1.09)"
+    _, (line,) = tables.ratios([row])
+    assert line[-1] == "1.00 (1.00-1.09) / 1.00 (1.00-1.09)"
+    slower = timed(compile=[10.0, 9.0], ours_inductor=[11.0, 10.0])
+    assert tables.goals([slower])[0].endswith("0 of 1 rows; not m 0.90 (0.90-0.91)")
+
+
+def test_rows_of_before_are_compared_by_their_medians():
+    row = timed(places=False, **DRIFTING)
+    assert not tables.by_round(row, "compile", "ours-inductor")
+    assert tables.ratio(row, "compile", "ours-inductor") == 12 / 11
+    assert tables.ratios([row])[1][0][-1] == "1.09 / 1.09"
+
+
+def test_one_round_has_no_quartiles():
+    assert tables.speed(timed(compile=[2.0], ours_inductor=[1.0]), "compile", "ours-inductor") == "2.00"
+
+
+@pytest.mark.parametrize("cell", [{}, {"failure": "no such compiler"}, {"rounds": 2}])
+def test_a_column_that_was_not_timed_is_not_compared(cell):
+    row = timed(compile=[2.0, 2.0])
+    row["columns"]["ours-inductor"] = cell
+    assert tables.ratio(row, "compile", "ours-inductor") is None
+    assert tables.speed(row, "compile", "ours-inductor") == ""
 
 
 def test_time_limit():

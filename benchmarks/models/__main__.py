@@ -44,6 +44,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=limits.rounds)
     parser.add_argument("--round-seconds", type=float, default=limits.seconds,
                         help="begin no round after that")
+    parser.add_argument("--seed", type=int, default=limits.seed,
+                        help="of the order in which the columns of a round take turns")
     parser.add_argument("--compile-seconds", type=float, default=limits.compile_seconds,
                         help="a column whose first call takes longer has failed; 0: no limit")
     parser.add_argument("--seconds", type=float, default=1e6,
@@ -69,6 +71,7 @@ def command_of(args: argparse.Namespace) -> str:
     words += ["--columns", *args.columns] if args.columns else []
     words += ["--layers", str(args.layers)] if args.layers else []
     words += ["--device", args.device, *["--tiny"] * args.tiny] if args.device != "cuda" or args.tiny else []
+    words += ["--seed", str(args.seed)] if args.seed else []
     return " ".join([*words, "--rounds", str(args.rounds)])
 
 
@@ -80,7 +83,7 @@ class Run:
         self.device = torch.device(args.device)
         self.columns = in_order(args.columns or (DEFAULT if args.device == "cuda" else ON_CPU))
         self.limits = Limits(args.rounds, args.round_seconds, args.compile_seconds, args.device == "cuda",
-                             args.worker or command_of(args), Turns(args.turn))
+                             args.worker or command_of(args), Turns(args.turn), args.seed)
         self.end = time.monotonic() + args.seconds
         self.isolate = args.isolate if args.isolate is not None else args.device == "cuda"
 
@@ -117,6 +120,7 @@ class Run:
                        "--json", str(self.args.json), "--device", self.args.device,
                        "--rounds", str(self.limits.rounds), "--round-seconds", str(self.limits.seconds),
                        "--compile-seconds", str(self.limits.compile_seconds),
+                       "--seed", str(self.limits.seed),
                        *["--tiny"] * self.args.tiny]
             command += ["--turn", str(self.args.turn)] if self.args.turn else []
             self.results.save()

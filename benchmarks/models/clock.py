@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import tempfile
 import time
 from collections.abc import Mapping
@@ -20,26 +21,31 @@ _LEAST_SECONDS = 0.02
 _FEWEST_ROUNDS = 3
 
 
-def times(calls: Mapping[str, Call], rounds: int, seconds: float) -> dict[str, dict]:
-    """ms a forward on the device and by the wall clock, per contender and round, and the number of rounds.
-    Contenders take turns, and the one that begins changes. After `seconds` no round is begun, but there are
-    at least three.
+def times(calls: Mapping[str, Call], rounds: int, seconds: float, seed: int = 0) -> dict[str, dict]:
+    """ms a forward on the device and by the wall clock, per contender and round, the number of rounds, and
+    the contender's place in each. After `seconds` no round is begun, but there are at least three.
+
+    What ran before a contender shows in its time (clocks, caches, memory), so the order of each round is
+    drawn at random, and a contender runs once before it is timed. What the device does over many rounds, all
+    contenders of a round share: compare them round by round.
 
     Device time is between two events around one forward. The GPU waits in front of the first until the host
     has launched it, so that the host's time is not in it. Wall time is that of calls one after another, over
     their number. The L2 cache is left as it is.
     """
     host = {name: _host_seconds(call) for name, call in calls.items()}
-    found: dict[str, dict] = {name: {"device_ms": [], "wall_ms": [], "rounds": 0} for name in calls}
-    order, started = list(calls), time.monotonic()
+    found: dict[str, dict] = {name: {"device_ms": [], "wall_ms": [], "places": [], "rounds": 0}
+                              for name in calls}
+    draw, started = random.Random(seed), time.monotonic()
     for done in range(rounds):
         if done >= _FEWEST_ROUNDS and time.monotonic() - started > seconds:
             break
-        for name in order:
+        for place, name in enumerate(draw.sample(list(calls), len(calls))):
+            calls[name]()
             found[name]["device_ms"].append(_device_ms(calls[name], host[name]))
             found[name]["wall_ms"].append(_wall_ms(calls[name]))
+            found[name]["places"].append(place)
             found[name]["rounds"] += 1
-        order.append(order.pop(0))
     return found
 
 

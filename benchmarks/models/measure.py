@@ -45,17 +45,18 @@ class DeviceLost(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """rounds, seconds: of the timing. compile_seconds: of the first call of a column, for each form of a
-    graph that it compiles; 0 for no limit.
+    """rounds, seconds: of the timing. seed: of the order of columns in each round. compile_seconds: of the
+    first call of a column, for each form of a graph that it compiles; 0 for no limit.
     timed: whether there is a clock at all (a GPU); without one the rounds only run. command: what these
     come from, for the row. turns: with other runs on this machine."""
 
-    rounds: int = 11
+    rounds: int = 31
     seconds: float = 20.0
     compile_seconds: float = 240.0
     timed: bool = True
     command: str = ""
     turns: Turns = field(default_factory=lambda: Turns(None))
+    seed: int = 0
 
 
 def measure(spec: Spec, layers: int, tiny: bool, device: torch.device, columns: Sequence[str],
@@ -199,8 +200,10 @@ class _Cells:
         """Times of all columns so far, side by side; the row is put."""
         rounds = self.limits.rounds
         try:
-            found = clock.times(self.calls, rounds, self.limits.seconds) if self.limits.timed else \
-                clock.untimed(self.calls, rounds)
+            if self.limits.timed:
+                found = clock.times(self.calls, rounds, self.limits.seconds, self.limits.seed)
+            else:
+                found = clock.untimed(self.calls, rounds)
         except Exception as error:
             self.row["failure"] = f"not timed: {words(error)}"
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from .columns import AUTOTUNE, COLUMNS, COMPILE, EAGER, OURS, OURS_INDUCTOR
@@ -21,9 +21,33 @@ def median(row: Row, name: str, what: str = "device_ms") -> float | None:
 
 
 def ratio(row: Row, other: str, name: str, what: str = "device_ms") -> float | None:
-    """How many times as fast as `other` the column is; None where one was not timed."""
+    """How many times as fast as `other` the column is; None where one was not timed.
+
+    The median of what each round says, where rows have rounds in which the columns took turns at random;
+    of older rows the ratio of the medians.
+    """
+    paired = by_round(row, other, name, what)
+    if paired:
+        return statistics.median(paired)
     a, b = median(row, other, what), median(row, name, what)
     return a / b if a and b else None
+
+
+def by_round(row: Row, other: str, name: str, what: str = "device_ms") -> list[float]:
+    """`ratio`, round by round; empty for rows of which it is not known that their rounds can be paired."""
+    cells = [row["columns"].get(column, {}) for column in (other, name)]
+    if not all("places" in cell and what in cell for cell in cells):
+        return []
+    return [a / b for a, b in zip(*(cell[what] for cell in cells), strict=True)]
+
+
+def speed(row: Row, other: str, name: str, what: str = "device_ms") -> str:
+    """`ratio` with its quartiles over the rounds, where there are such: "1.07 (1.05-1.10)"."""
+    words, paired = _number(ratio(row, other, name, what)), by_round(row, other, name, what)
+    if len(paired) < 2:
+        return words
+    low, _, high = statistics.quantiles(paired, n=4, method="inclusive")
+    return f"{words} ({low:.2f}-{high:.2f})"
 
 
 def used(rows: Iterable[Row]) -> list[str]:
@@ -54,10 +78,10 @@ def times(rows: Sequence[Row]) -> Table:
 
 
 def ratios(rows: Sequence[Row]) -> Table:
-    """Speed against eager and torch.compile, on the device and (second) by the wall clock."""
+    """Speed against eager and torch.compile, on the device and (second) by the wall clock (with quartiles
+    over the rounds, where they can be paired)."""
     def pair(row: Row, other: str, name: str) -> str:
-        return " / ".join(filter(None, (_number(ratio(row, other, name, what))
-                                        for what in ("device_ms", "wall_ms"))))
+        return " / ".join(filter(None, (speed(row, other, name, what) for what in ("device_ms", "wall_ms"))))
 
     pairs = [*((EAGER, name) for name in (COMPILE, AUTOTUNE, OURS, OURS_INDUCTOR)), (COMPILE, OURS_INDUCTOR)]
     return (["model", *(f"{COLUMNS[n].title} vs {COLUMNS[o].title}" for o, n in pairs)],
@@ -121,14 +145,16 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 def goals(rows: Sequence[Row]) -> list[str]:
     """The goals for whole models, and which rows miss them."""
-    def line(title: str, values: list[tuple[str, float | None]], least: float, sign: int = 1) -> str:
-        known = [(name, value) for name, value in values if value is not None]
-        missed = [f"{name} {value:.2f}" for name, value in known if sign * value < sign * least]
+    def line(title: str, values: Sequence[tuple], least: float, sign: int = 1) -> str:
+        """Of (model, value) or (model, value, how to write the value)."""
+        known = [(name, value, *words) for name, value, *words in values if value is not None]
+        missed = [f"{name} {words[0] if words else _number(value)}" for name, value, *words in known
+                  if sign * value < sign * least]
         return f"{title}: {len(known) - len(missed)} of {len(known)} rows" + (
             f"; not {', '.join(missed)}" if missed else "")
 
-    def against(other: str, name: str, among=rows) -> list[tuple[str, float | None]]:
-        return [(row["model"], ratio(row, other, name)) for row in among]
+    def against(other: str, name: str, among=rows) -> list[tuple[str, float | None, str]]:
+        return [(row["model"], ratio(row, other, name), speed(row, other, name)) for row in among]
 
     def share(row: Row, key: str) -> float | None:
         ours, eager = (row["columns"].get(n, {}).get(key) for n in (OURS, EAGER))
@@ -150,7 +176,7 @@ def goals(rows: Sequence[Row]) -> list[str]:
              line("error within the bound (1), ours",
                   [(row["model"], row["columns"].get(OURS, {}).get("error", {}).get("share_of_bound"))
                    for row in rows], 1.0, -1)]
-    known = [value for _, value in against(COMPILE, OURS_INDUCTOR) if value]
+    known = [value for _, value, _ in against(COMPILE, OURS_INDUCTOR) if value]
     if known:
         mean = math.exp(statistics.fmean(map(math.log, known)))
         found.insert(1, f"geometric mean of that: {mean:.3f} (goal 1.05)")
@@ -165,6 +191,10 @@ def titles(rows: Sequence[Row]) -> list[str]:
     return [SMOKE.upper()] * any(row["smoke"] for row in rows) + sorted(made)
 
 
+def _title(make: Callable) -> str:
+    return " ".join(make.__doc__.split())
+
+
 def show(rows: Sequence[Row]) -> None:
     from rich.console import Console
     from rich.markup import escape
@@ -176,7 +206,7 @@ def show(rows: Sequence[Row]) -> None:
     measured = any(not row["smoke"] for row in rows)
     for make in (times, ratios, details) if measured else (times, details):
         header, lines = make(rows)
-        grid = Grid(*map(escape, header), title=make.__doc__.splitlines()[0])
+        grid = Grid(*map(escape, header), title=_title(make))
         for line in lines:
             grid.add_row(*map(escape, line))
         console.print(grid)
@@ -197,7 +227,7 @@ def markdown(rows: Sequence[Row]) -> str:
     for make in (times, ratios, details):
         header, lines = make(rows)
         table = [header, ["---"] + ["---:"] * (len(header) - 1), *lines]
-        parts.append(make.__doc__.splitlines()[0])
+        parts.append(_title(make))
         parts.append("\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |"
                                for line in table))
     parts.append("\n".join(f"- {text}" for text in (*goals(rows), *notes(rows))))

@@ -56,6 +56,19 @@ def test_folding_shows(no_compiler):
     assert folded.kernels[0].bytes_in == plain.kernels[0].bytes_in - 2 * 64 * 2
 
 
+def test_what_the_backend_leaves_out_is_left_out(no_compiler):
+    """A cat of a tensor's own pieces: behind it, the add would not join the norm."""
+    block = Block()
+
+    def call(x, h):
+        x = x + h
+        return block(torch.cat([x[:3], x[3:]]))
+
+    with torch.no_grad():
+        info = kernel_info(call, (torch.randn(8, 32), torch.randn(8, 32)))
+    assert "add(" in info.kernels[0].region.split("layer_norm")[0]
+
+
 def test_memory_is_unknown_without_a_compiler(no_compiler):
     info = kernel_info(module())
     assert info.kernels[0].on_chip_bytes is None and info.kernels[0].on_chip_share is None

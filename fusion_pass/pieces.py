@@ -1,0 +1,181 @@
+"""Cats of all the pieces of one tensor, in order: that tensor, copied.
+
+Blocks of diffusers' FLUX and HunyuanVideo hand on `hidden[:, :n], hidden[:, n:]`, and the next block begins
+with `torch.cat([text, image], dim=1)`. Eager copies there what lies in memory as it should; here the cat is
+left out and its readers read the tensor itself. Pieces are not known by how they are spelled: the fakes tell
+where in memory they lie.
+
+A cat makes a new tensor, so it is left out only where nobody can tell: neither it nor the tensor is written
+afterwards, and it does not leave the graph under any name. Where gradients are recorded it stays: the
+tensor's gradient would be summed in another order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph, Node
+from torch.utils._pytree import tree_map_only
+
+from .effects import WORLD, effects_of, is_fence, storage_key, storages_of, tensors_of, value_of
+from .graph import Lens, quietly, same, same_shape
+from .kinds import kind
+from .patterns.rotary import joined
+from .rewrite import copy_graph, erase_unread
+
+
+def without_needless_cats(graph: Graph) -> tuple[Graph, str]:
+    """A copy of `graph` without them, and words for the report; `graph` itself and "" where it has none."""
+    found = needless_cats(graph)
+    if not found:
+        return graph, ""
+    copied, env = copy_graph(graph)
+    left_out = []
+    for cat, source in found.items():
+        left_out.append(env[cat])
+        _replace(graph, cat, source, env)
+    erase_unread(copied, left_out, _is_pure)
+    which = "1 cat of all pieces of a tensor is" if len(found) == 1 else \
+        f"{len(found)} cats of all pieces of a tensor are"
+    return copied, f"{which} not made: the tensor itself is read"
+
+
+def needless_cats(graph: Graph) -> dict[Node, Node]:
+    """The cats of a graph, whose nodes carry fakes, that need not be made -> the tensor to read instead
+    (which may be such a cat too)."""
+    cats = [node for node in graph.nodes if kind(node) == "cat" and
+            len({storages_of(part) for part in joined(node)[0]}) == 1]
+    if not cats:
+        return {}
+    lens = Lens(graph)
+    memory = _Memory(lens)
+    found = {}
+    for cat in cats:
+        source = _source(lens, cat)
+        if source is not None and memory.is_common(cat, source):
+            found[cat] = source
+    return found
+
+
+def _source(lens: Lens, cat: Node) -> Node | None:
+    """The tensor, somewhere above the first part of a cat, all of whose pieces the cat joins."""
+    parts, dim = joined(cat)
+    result, pieces = lens.tensor(cat), [lens.tensor(part) for part in parts]
+    if not _is_plain(result) or not isinstance(dim, int) or not all(map(_is_plain, pieces)):
+        return None
+    above = parts[0]
+    while above is not None:
+        whole = lens.tensor(above)
+        if _is_plain(whole) and _are_pieces(pieces, whole, result, dim):
+            near = lens.segment[above] == lens.segment[cat] and cat not in lens.transformed
+            return above if near else None
+        keys = lens.storages(above)
+        above = next((node for node in above.all_input_nodes if lens.storages(node) == keys), None)
+    return None
+
+
+def _are_pieces(pieces: Sequence[torch.Tensor], whole: torch.Tensor, result: torch.Tensor, dim: int) -> bool:
+    """Whether `pieces` lie side by side along `dim` in the memory of `whole`, from end to end, and `whole` is
+    laid out as `result`, which has memory of its own.
+
+    Of memory that begins at an offset it would be known to whom addresses matter: a kernel that wants them
+    aligned, a view as another dtype.
+    """
+    if not same_shape(whole.stride(), result.stride()) or not same(whole.storage_offset(), 0):
+        return False
+    dim %= whole.dim()
+    start = 0
+    for piece in pieces:
+        offset = whole.storage_offset() + start * whole.stride(dim)
+        if storage_key(piece) != storage_key(whole) or piece.dtype != whole.dtype or \
+                not same(piece.storage_offset(), offset):
+            return False
+        for i, (size, stride) in enumerate(zip(piece.shape, piece.stride())):
+            if i != dim and not same(size, whole.shape[i]):
+                return False
+            if not same(stride, whole.stride(i)) and not same(size, 1):
+                return False
+        start += piece.shape[dim]
+    return same(start, whole.shape[dim])
+
+
+def _is_plain(fake: torch.Tensor | None) -> bool:
+    """Whether the values of a fake are what lies in its memory, and no gradient of it is recorded."""
+    return isinstance(fake, FakeTensor) and not (fake.is_conj() or fake.is_neg() or fake.requires_grad)
+
+
+class _Memory:
+    """What becomes of the memory of a graph."""
+
+    def __init__(self, lens: Lens):
+        self.lens = lens
+        #: storage -> the last position at which it is written; of one that an op got of which nothing is
+        #: known, and which may have kept it, no position is
+        self.last_write: dict = {}
+        self.inputs: set = set()
+        self.leaving: frozenset = frozenset()
+        self.aliases: dict = {}
+        for position, node in enumerate(lens.nodes):
+            for key in lens.storages(node):
+                self.aliases.setdefault(key, []).append(node)
+            if node.op in ("placeholder", "get_attr"):
+                self.inputs |= lens.storages(node)
+            effect = effects_of(node, lens.storages)
+            if node.op == "output":
+                self.leaving = effect.reads
+            if is_fence(node):
+                continue
+            for key in effect.writes:
+                self.last_write[key] = position
+            if WORLD in effect.writes:
+                known = (effect.writes | lens.storages(node)) - {WORLD}
+                self.last_write.update(dict.fromkeys(known, math.inf))
+        self.last_write_to_inputs = max(map(self._last_write, (*self.inputs, WORLD)))
+
+    def is_common(self, cat: Node, source: Node) -> bool:
+        """Whether nobody can tell if `cat`, whose values are those of `source`, has memory of its own."""
+        mine, theirs = self.lens.storages(cat), self.lens.storages(source)
+        if len(mine) != 1 or len(theirs) != 1 or WORLD in mine | theirs or mine & self.leaving:
+            return False
+        (made,), (kept,) = mine, theirs
+        after = self.last_write_to_inputs if kept in self.inputs else self._last_write(kept)
+        return made not in self.last_write and after < self.lens.position[cat] and \
+            all(_can_move(tensor, value_of(cat)) for node in self.aliases[made]
+                for tensor in tensors_of(value_of(node)))
+
+    def _last_write(self, key) -> float:
+        return self.last_write.get(key, -1)
+
+
+def _can_move(view: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Whether a fake that may be a view of `whole` can be made as one of another tensor (`_replace`)."""
+    return storage_key(view) != storage_key(whole) or \
+        (_is_plain(view) and view.dtype == whole.dtype)
+
+
+def _replace(graph: Graph, cat: Node, source: Node, env: dict[Node, Node]) -> None:
+    """In the copied graph, have `source` read in the place of `cat`, and the fakes of its views be views of
+    that."""
+    made = storage_key(value_of(cat))
+    base = value_of(env[source])
+
+    def moved(view: torch.Tensor) -> torch.Tensor:
+        if storage_key(view) != made:
+            return view
+        with quietly(base), torch.no_grad():
+            return base.as_strided(view.shape, view.stride(), view.storage_offset())
+
+    for node in graph.nodes:
+        if node is not cat and made in storages_of(node):
+            meta = env[node].meta
+            name = "example_value" if "example_value" in meta else "val"
+            meta[name] = tree_map_only(torch.Tensor, moved, meta[name])
+    env[cat].replace_all_uses_with(env[source])
+    env[cat] = env[source]
+
+
+def _is_pure(node: Node) -> bool:
+    return node.op in ("call_function", "call_method") and not effects_of(node).writes

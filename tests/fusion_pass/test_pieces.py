@@ -1,0 +1,738 @@
+"""A cat of all pieces of one tensor is not made; every other one is."""
+
+import random
+
+import pytest
+import torch
+from checks import assert_within_bound
+from torch import nn
+from torch.nn import functional as F
+
+from ascend_ln_fuse import Options, backend, last_reports
+from ascend_ln_fuse.graph import Lens
+from ascend_ln_fuse.loading import Example
+from ascend_ln_fuse.simplify import simplified
+from ascend_ln_fuse.trace import trace
+
+BATCH, TEXT, TOKENS, WIDTH = 2, 3, 8, 16
+SCALE = nn.Parameter(torch.ones(1))
+NOTE = "1 cat of all pieces of a tensor is not made: the tensor itself is read"
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Those that sites are looked for in, where none is found."""
+    found = []
+    monkeypatch.setattr(backend, "fuse", lambda graph, *_, **__: found.append(graph) or backend.Fused(None))
+    return found
+
+
+@torch.library.custom_op("test_pieces::sum", mutates_args=())
+def schema_op(x: torch.Tensor) -> torch.Tensor:
+    return x.sum(-1)
+
+
+@schema_op.register_fake
+def _(x):
+    return x.new_empty(x.shape[:-1])
+
+
+@torch._dynamo.allow_in_graph
+def unknown(x):
+    return x + 1
+
+
+def example(seed=0, shape=(BATCH, TOKENS, WIDTH)):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def compiled(f, **options):
+    torch._dynamo.reset()
+    return torch.compile(f, backend="ascend_ln_fuse", options={"report": "off", **options})
+
+
+def assert_as_eager(ours, eager):
+    for a, b in zip(ours, eager, strict=True):
+        assert torch.equal(a, b) and a.stride() == b.stride()
+
+
+def cats(graph):
+    return [node for node in graph.nodes if getattr(node.target, "__name__", "") in
+            ("cat", "concat", "concatenate")]
+
+
+def slices(h):
+    return torch.cat([h[:, :TEXT], h[:, TEXT:]], dim=1)
+
+
+def from_the_end(h):
+    return torch.concat((h[:, :-TEXT, :], h[:, -TEXT:]), 1)
+
+
+def narrow(h):
+    return torch.concatenate([h.narrow(1, 0, TEXT), torch.narrow(h, 1, TEXT, TOKENS - TEXT)], axis=1)
+
+
+def split(h):
+    return torch.cat(h.split(TEXT, 1), 1)
+
+
+def split_with_sizes(h):
+    return torch.cat(torch.split_with_sizes(h, [1, 4, 3], dim=-2), -2)
+
+
+def chunk(h):
+    a, b, c = torch.chunk(h, 3, dim=1)
+    return torch.cat([a, b, c], dim=1)
+
+
+def tensor_split(h):
+    return torch.cat(torch.tensor_split(h, 3, dim=2), 2)
+
+
+def unbind(h):
+    return torch.cat([one.unsqueeze(1) for one in h.unbind(1)], 1)
+
+
+def batch(h):
+    return torch.cat([h[:1], h[1:]])
+
+
+def channels(h):
+    return torch.cat(h.chunk(4, -1), -1)
+
+
+def pieces_of_pieces(h):
+    first, last = h.chunk(2, 1)
+    return torch.cat([*first.split(3, 1), last[:, :TEXT], last[:, TEXT:]], 1)
+
+
+def with_an_empty_piece(h):
+    return torch.cat([h[:, :0], h[:, :TEXT], h[:, TEXT:]], 1)
+
+
+def of_a_view(h):
+    h = h.unflatten(-1, (4, 4))
+    return torch.cat([h[:, :, :1], h[:, :, 1:]], 2).flatten(2)
+
+
+def of_one(h):
+    return torch.cat([h])
+
+
+WHOLE = (slices, from_the_end, narrow, split, split_with_sizes, chunk, tensor_split, unbind, batch, channels,
+         pieces_of_pieces, with_an_empty_piece, of_a_view, of_one)
+
+
+@pytest.mark.parametrize("joined", WHOLE, ids=lambda f: f.__name__)
+def test_left_out(joined, graphs):
+    def f(x):
+        h = x * 2
+        return joined(h) + 1, h.sum()
+
+    x = example()
+    assert_as_eager(compiled(f)(x), f(x))
+    graph, = graphs
+    assert not cats(graph) and last_reports()[-1].notes == (NOTE,)
+    assert all(node.users for node in graph.nodes if node.op in ("call_function", "call_method"))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_its_views_are_known_as_views_of_the_tensor(dynamic, graphs):
+    """By their fakes, from which all that follows tells what is a view, and of what."""
+    def f(x):
+        h = x * 2
+        r = slices(h)
+        return r[:, 1:].transpose(1, 2).split(4, 1)[2] + r.unsqueeze(0).sum()
+
+    x = example()
+    call = torch.compile(f, backend="ascend_ln_fuse", options={"report": "off"}, dynamic=dynamic)
+    assert_as_eager([call(x)], [f(x)])
+    lens = Lens(graphs[0])
+    made, = (node for node in lens.nodes if lens.kind(node) == "mul")
+    views = [node for node in lens.nodes if lens.is_view(node)]
+    assert [lens.kind(node) for node in views] == ["getitem", "transpose", "split", "getitem", "unsqueeze"]
+    assert all(lens.storages(node) == lens.storages(made) for node in views)
+    first, *_, fourth = lens.tensor(views[0]), lens.tensor(views[3])
+    assert first.storage_offset() == WIDTH and fourth.storage_offset() == WIDTH + 8
+    assert tuple(fourth.stride()[1:]) == (1, WIDTH)
+
+
+def swapped(h):
+    return torch.cat([h[:, TEXT:], h[:, :TEXT]], 1)
+
+
+def twice(h):
+    return torch.cat([h[:, :4], h[:, :4]], 1)
+
+
+def overlapping(h):
+    return torch.cat([h[:, :5], h[:, 3:6]], 1)
+
+
+def a_part(h):
+    return torch.cat([h[:, :2], h[:, 2:5]], 1)
+
+
+def a_gap(h):
+    return torch.cat([h[:, :2], h[:, 3:]], 1)
+
+
+def every_other(h):
+    return torch.cat([h[:, ::2], h[:, 1::2]], 1)
+
+
+def along_another_dim(h):
+    return torch.cat([h[:, :4], h[:, 4:]], 2)
+
+
+def of_two_tensors(h):
+    return torch.cat([h[:, :TEXT], h.sin()[:, TEXT:]], 1)
+
+
+def narrower(h):
+    return torch.cat([h[:, :4, :8], h[:, 4:, :8]], 1)
+
+
+def of_the_first_in_the_batch(h):
+    """The strides are those of all."""
+    return torch.cat([h[:1, :TEXT], h[:1, TEXT:]], 1)
+
+
+def with_a_flat_empty_piece(h):
+    """torch.cat passes over it, whatever the others look like."""
+    return torch.cat([h.flatten()[:0], h[:, :TEXT], h[:, TEXT:]], 1)
+
+
+def one_of_them_transposed(h):
+    h = h.unflatten(-1, (4, 4))
+    return torch.cat([h[:, :TEXT].mT, h[:, TEXT:]], 1)
+
+
+def transposed(h):
+    """The cat is contiguous, what it is made of is not."""
+    h = h.transpose(0, 1)
+    return torch.cat([h[:TEXT], h[TEXT:]])
+
+
+def channels_last(h):
+    h = h.unflatten(-1, (4, 4)).contiguous(memory_format=torch.channels_last).transpose(1, 2)
+    return torch.cat(h.chunk(2, 1), 1)
+
+
+def expanded(h):
+    h = h[:, :1].expand(-1, TOKENS, -1)
+    return torch.cat([h[:, :TEXT], h[:, TEXT:]], 1)
+
+
+def with_an_offset(h):
+    return batch(h.repeat(2, 1, 1)[1:3])
+
+
+def of_mixed_dtypes(h):
+    return torch.cat([h[:, :4], h.view(torch.int32)[:, 4:]], 1)
+
+
+def promoted(h):
+    return torch.cat([h[:, :TEXT], h[:, TEXT:].double()], 1)
+
+
+def conjugated(h):
+    h = torch.complex(h, h).conj()
+    return torch.cat([h[:, :TEXT], h[:, TEXT:]], 1).real
+
+
+def negated(h):
+    h = torch.complex(h, h).conj().imag
+    return torch.cat([h[:, :TEXT], h[:, TEXT:]], 1)
+
+
+def dropped(h):
+    """An identity whose fake has memory of its own, and lies at its beginning."""
+    return torch.cat([F.dropout(h[1:], 0.5, False), h[1:]])
+
+
+def looked_at_conjugated(h):
+    """A view of the cat that is none of memory alone."""
+    h = torch.complex(h, h)
+    return slices(h).conj() * 2
+
+
+def looked_at_negated(h):
+    return torch._neg_view(slices(h)) * 2
+
+
+def looked_at_as_another_dtype(h):
+    return slices(h).view(torch.int32)[..., 0] + 1
+
+
+def in_memory_of_another(h):
+    return torch.cat([h[:, :TEXT], h[:, TEXT:]], 1, out=torch.empty(BATCH, TOKENS, WIDTH))
+
+
+def by_vmap(h):
+    return torch.vmap(lambda row: torch.cat([row[:TEXT], row[TEXT:]]) * 2)(h)
+
+
+def with_tangents(h):
+    with torch.autograd.forward_ad.dual_level():
+        h = torch.autograd.forward_ad.make_dual(h, h.sin())
+        return torch.autograd.forward_ad.unpack_dual(slices(h) * 2).tangent * 1
+
+
+def of_another_mode(h):
+    """Nothing that was made in inference mode can be kept for a backward, but copies can."""
+    with torch.inference_mode():
+        h = h * 2
+    return slices(h) * SCALE
+
+
+KEPT = (swapped, twice, overlapping, a_part, a_gap, every_other, along_another_dim, of_two_tensors,
+        narrower, of_the_first_in_the_batch, with_a_flat_empty_piece, one_of_them_transposed, transposed,
+        channels_last, expanded, with_an_offset, of_mixed_dtypes, promoted, conjugated, negated, dropped,
+        looked_at_conjugated, looked_at_negated, looked_at_as_another_dtype, in_memory_of_another, by_vmap,
+        with_tangents, of_another_mode)
+
+
+@pytest.mark.parametrize("joined", KEPT, ids=lambda f: f.__name__)
+def test_kept(joined, graphs):
+    def f(x):
+        h = x * 2
+        return joined(h) + 1, h.sum()
+
+    x = example()
+    assert_as_eager(compiled(f)(x), f(x))
+    assert cats(graphs[0]) and not last_reports()[-1].notes
+
+
+def test_the_one_of_two_that_may_be_left_out(graphs):
+    """The pieces of the other are seen as another dtype, its result is not."""
+    def f(x):
+        h = x * 2
+        seen, other = h.view(torch.int32), slices(h).view(torch.int32)
+        return torch.cat([seen[:, :4], h[:, 4:].view(torch.int32)], 1) + other
+
+    x = example()
+    assert torch.equal(compiled(f)(x), f(x))
+    assert len(cats(graphs[0])) == 1 and last_reports()[-1].notes == (NOTE,)
+
+
+# -- who could tell
+
+
+def returned(h, x, other):
+    return slices(h)
+
+
+def view_returned(h, x, other):
+    return slices(h)[:, 2:].transpose(1, 2)
+
+
+def identity_returned(h, x, other):
+    return F.dropout(slices(h).contiguous().float(), 0.5, False)
+
+
+def returned_in_a_tuple(h, x, other):
+    return slices(h).split(2, 1)
+
+
+def written(h, x, other):
+    return slices(h).mul_(2) * 2, h * 1
+
+
+def view_written(h, x, other):
+    r = slices(h)
+    r[:, 2:4].zero_()
+    return r * 2, h * 1
+
+
+def source_written(h, x, other):
+    r = slices(h)
+    h.mul_(3)
+    return r * 2, h
+
+
+def piece_written(h, x, other):
+    r = slices(h)
+    h[:, :2] += 1
+    return r * 2
+
+
+def written_by_an_op_that_has_it(h, x, other):
+    """Whoever got a tensor may have kept it."""
+    y = unknown(h)
+    r = slices(h)
+    return r * y
+
+
+def seen_by_an_unknown_op(h, x, other):
+    return unknown(slices(h))
+
+
+def input_written(h, x, other):
+    r = slices(x)
+    x.add_(1)
+    return r * 2
+
+
+def another_input_written(h, x, other):
+    """Two inputs may be one tensor."""
+    r = slices(x)
+    other.add_(1)
+    return r * 2
+
+
+def input_that_an_unknown_op_may_write(h, x, other):
+    r = slices(x)
+    return unknown(h) + r
+
+
+def made_by_an_unknown_op(h, x, other):
+    return slices(unknown(x)) * 2
+
+
+TOLD = (returned, view_returned, identity_returned, returned_in_a_tuple, written, view_written,
+        source_written, piece_written, written_by_an_op_that_has_it, seen_by_an_unknown_op, input_written,
+        another_input_written, input_that_an_unknown_op_may_write, made_by_an_unknown_op)
+
+
+def written_before(h, x, other):
+    h.add_(x)
+    return slices(h) * 2, h
+
+
+def piece_written_before(h, x, other):
+    text, image = h[:, :TEXT], h[:, TEXT:]
+    text = text.mul_(3)
+    return torch.cat([text, image], 1) * 2, h
+
+
+def all_written_between(h, x, other):
+    text, image = h[:, :TEXT], h[:, TEXT:]
+    h.mul_(3)
+    return torch.cat([text, image], 1) * 2
+
+
+def source_returned(h, x, other):
+    return slices(h) * 2, h
+
+
+def of_an_input(h, x, other):
+    other.add_(1)
+    return slices(x) * 2, x
+
+
+def of_an_input_with_a_mode_behind(h, x, other):
+    r = slices(x)
+    with torch.autocast("cpu", enabled=False):
+        return r * 2
+
+
+def unknown_op_elsewhere(h, x, other):
+    return slices(h) * 2, unknown(other)
+
+
+def known_op(h, x, other):
+    return schema_op(slices(h))
+
+
+def cat_of_cats(h, x, other):
+    r = slices(h)
+    r = torch.cat([r[:, :5], r[:, 5:]], 1)
+    return F.layer_norm(r, (WIDTH,)), h
+
+
+def with_a_clone_returned(h, x, other):
+    return slices(h).clone(), h
+
+
+SECRET = (written_before, piece_written_before, all_written_between, source_returned, of_an_input,
+          of_an_input_with_a_mode_behind, unknown_op_elsewhere, known_op, cat_of_cats, with_a_clone_returned)
+
+
+def memory(*values):
+    """Which of the tensors share memory."""
+    found = [value.untyped_storage().data_ptr() for value in flat(values)]
+    return [found.index(pointer) for pointer in found]
+
+
+def flat(value):
+    return [value] if isinstance(value, torch.Tensor) else [one for item in value for one in flat(item)]
+
+
+def both(f, *inputs, same_inputs=False):
+    """Results and inputs, as eager leaves them and as we do."""
+    found = []
+    for call in (f, compiled(f)):
+        given = [one.clone() for one in inputs]
+        given = [given[0]] * len(given) if same_inputs else given
+        with torch.no_grad():
+            result = flat([call(*given)])
+        found.append((result, given, memory(result, given)))
+    return found
+
+
+def check(f, *inputs, same_inputs=False):
+    """What is returned and what the inputs hold then, and which of them are one memory, as in eager."""
+    (eager, theirs, shared), (ours, mine, ours_shared) = both(f, *inputs, same_inputs=same_inputs)
+    assert_as_eager(ours, eager)
+    assert_as_eager(mine, theirs)
+    assert shared == ours_shared
+
+
+def on_fresh(f):
+    def call(x, other):
+        return f(x * 2, x, other)
+
+    return call
+
+
+@pytest.mark.parametrize("f", TOLD, ids=lambda f: f.__name__)
+def test_kept_where_somebody_could_tell(f, graphs):
+    check(on_fresh(f), example(), example(1))
+    assert len(cats(graphs[0])) == 1 and not last_reports()[-1].notes
+
+
+@pytest.mark.parametrize("f", SECRET, ids=lambda f: f.__name__)
+def test_left_out_where_nobody_can_tell(f, graphs):
+    check(on_fresh(f), example(), example(1))
+    assert not cats(graphs[0]) and last_reports()[-1].notes
+
+
+def test_inputs_that_are_one_tensor(graphs):
+    """Dynamo compiles for two that differ, but an alias of a part is no reason to compile again."""
+    def f(x, other):
+        r = slices(x)
+        other.add_(1)
+        return r * 2
+
+    call = compiled(f)
+    x = example()
+    with torch.no_grad():
+        call(x.clone(), example(1))
+        ours, eager = x.clone(), x.clone()
+        assert torch.equal(call(ours, ours[:]), f(eager, eager[:]))
+    assert cats(graphs[0])
+
+
+# -- gradients, modes, sizes
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_gradients_keep_it(training, graphs):
+    """They would be summed in another order."""
+    linear = nn.Linear(WIDTH, WIDTH)
+
+    def f(x):
+        h = linear(x)
+        return slices(h).sin() + h[:, :1]
+
+    with torch.set_grad_enabled(training):
+        compiled(f)(example())
+    assert bool(cats(graphs[0])) is training
+
+
+def test_a_parameter_without_recording(graphs):
+    """Read in the place of the cat, it would have its gradient recorded later."""
+    weight = nn.Parameter(example(0, (TOKENS, WIDTH)))
+
+    def f(x):
+        with torch.no_grad():
+            r = torch.cat([weight[:TEXT], weight[TEXT:]])
+        return r * x
+
+    result = compiled(f)(example())
+    assert not result.requires_grad and cats(graphs[0])
+
+
+@pytest.mark.parametrize("joined", [slices, from_the_end, lambda h: torch.cat(h.chunk(2, 1), 1)])
+def test_sizes_that_vary(joined, graphs):
+    def f(x):
+        return F.layer_norm(joined(x * 2) + 1, (WIDTH,))
+
+    call = torch.compile(f, backend="ascend_ln_fuse", options={"report": "off"}, dynamic=True)
+    for tokens in (8, 20, 5):
+        x = example(tokens, (BATCH, tokens, WIDTH))
+        torch.testing.assert_close(call(x), f(x))
+    assert len(graphs) == 1
+
+
+def test_pieces_of_two_sizes_that_vary(graphs):
+    """As in a model: text and image are joined, and come apart again where the text ends."""
+    def f(text, image):
+        h = torch.cat([text, image], 1) * 2
+        n = text.shape[1]
+        for _ in range(2):
+            text, image = h[:, :n], h[:, n:]
+            h = torch.cat([text, image], 1) + 1
+        return h
+
+    call = torch.compile(f, backend="ascend_ln_fuse", options={"report": "off"}, dynamic=True)
+    for text, image in ((3, 8), (20, 5)):
+        inputs = example(text, (BATCH, text, WIDTH)), example(image, (BATCH, image, WIDTH))
+        assert torch.equal(call(*inputs), f(*inputs))
+    assert len(graphs) == 1 and len(cats(graphs[0])) == 1
+
+
+# -- what it is for
+
+
+class Single(nn.Module):
+    """A block of diffusers' FLUX with one stream (transformer_flux.py), with text and image apart between
+    blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH, elementwise_affine=False, eps=1e-6)
+        self.emb, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, text, image, temb):
+        length = text.shape[1]
+        hidden = torch.cat([text, image], dim=1)
+        shift, scale, gate = self.emb(temb).chunk(3, dim=1)
+        residual = hidden
+        hidden = self.norm(hidden) * (1 + scale[:, None]) + shift[:, None]
+        hidden = gate.unsqueeze(1) * self.proj(hidden)
+        hidden = residual + hidden
+        return hidden[:, :length], hidden[:, length:]
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Single() for _ in range(3))
+
+    def forward(self, text, image, temb):
+        for block in self.blocks:
+            text, image = block(text, image, temb)
+        return image
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+def test_the_add_above_the_cat_joins_the_norm(inner):
+    torch.manual_seed(0)
+    model = Blocks()
+    inputs = example(1, (BATCH, TEXT, WIDTH)), example(2), example(3, (BATCH, WIDTH))
+    with torch.no_grad():
+        ours, eager = compiled(model, inner=inner)(*inputs), model(*inputs)
+        assert_within_bound(ours, eager, model.double()(*(x.double() for x in inputs)))
+    report = last_reports()[-1]
+    assert report.notes == (NOTE.replace("1 cat", "2 cats").replace("tensor is", "tensor are"),)
+    assert [site.pattern.startswith("modulate -> layer_norm") for site in report.sites] == [False, True, True]
+
+
+def test_the_option_keeps_them(graphs):
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled(lambda x: slices(x) * 2, cats="keep")(example())
+    assert cats(graphs[0]) and not last_reports()[-1].notes
+
+
+def test_explain_leaves_them_out_too():
+    """It has no values, but it needs none."""
+    inputs = example(1, (BATCH, TEXT, WIDTH)), example(2), example(3, (BATCH, WIDTH))
+    report, = trace(Example(Blocks(), inputs, {}))
+    assert report.notes == (NOTE.replace("1 cat", "2 cats").replace("tensor is", "tensor are"),)
+    assert [site.pattern.startswith("modulate -> layer_norm") for site in report.sites] == [False, True, True]
+
+
+def test_aten_graphs():
+    """Those that npugraph_ex hands over."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def f(x):
+        return slices(x * 2) + 1
+
+    gm = make_fx(f, tracing_mode="fake")(example())
+    graph, notes = simplified(gm.graph, Options())
+    assert notes == (NOTE,) and not cats(graph)
+    assert torch.equal(torch.fx.GraphModule(gm, graph)(example()), f(example()))
+
+
+@pytest.mark.parametrize("name", ["FluxTransformer2DModel", "HunyuanVideoTransformer3DModel"])
+def test_diffusers(name):
+    diffusers = pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    build, inputs, left_out = MODELS[name]
+    model = getattr(diffusers, name)(**build).eval().requires_grad_(False)
+    given = {key: make() if callable(make) else make for key, make in inputs.items()}
+    with torch.no_grad():
+        ours = compiled(model, inner="eager")(**given, return_dict=False)[0]
+        eager = model(**given, return_dict=False)[0]
+        model = model.double()
+        exact = model(**{key: x.double() if torch.is_tensor(x) and x.is_floating_point() else x
+                         for key, x in given.items()}, return_dict=False)[0]
+    assert_within_bound(ours, eager, exact)
+    assert sum(f"{left_out} cats of all pieces" in note for report in last_reports()
+               for note in report.notes) == 1
+
+
+MODELS = {
+    "FluxTransformer2DModel": (
+        dict(patch_size=1, in_channels=4, num_layers=1, num_single_layers=3, attention_head_dim=16,
+             num_attention_heads=2, joint_attention_dim=32, pooled_projection_dim=32,
+             axes_dims_rope=(4, 4, 8)),
+        dict(hidden_states=lambda: torch.randn(1, 16, 4), encoder_hidden_states=lambda: torch.randn(1, 5, 32),
+             pooled_projections=lambda: torch.randn(1, 32), timestep=torch.tensor([1.0]),
+             img_ids=torch.zeros(16, 3), txt_ids=torch.zeros(5, 3)), 2),
+    # In each single block: what its attention joins of the norm's result, and takes apart at its end.
+    "HunyuanVideoTransformer3DModel": (
+        dict(in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=16, num_layers=1,
+             num_single_layers=2, num_refiner_layers=1, patch_size=2, patch_size_t=1, guidance_embeds=True,
+             text_embed_dim=16, pooled_projection_dim=8, rope_axes_dim=(4, 4, 8)),
+        dict(hidden_states=lambda: torch.randn(1, 4, 2, 8, 8), timestep=torch.tensor([1]),
+             encoder_hidden_states=lambda: torch.randn(1, 5, 16),
+             encoder_attention_mask=torch.ones(1, 5), pooled_projections=lambda: torch.randn(1, 8),
+             guidance=torch.tensor([1.0])), 5),
+}
+
+
+# -- programs drawn at random
+
+
+def program(draw: random.Random) -> str:
+    """A function of three tensors in which pieces are cut, joined, written and returned."""
+    lines = ["def f(x, y, z):", "    h = x * 2"]
+    names, small = ["x", "y", "h"], []
+    for number in range(draw.randint(3, 8)):
+        one = draw.choice(names)
+        cut = draw.randint(1, TOKENS - 1)
+        apart = f"t{number}, u{number} = {one}[:, :{cut}], {one}[:, {cut}:]; "
+        lines.append("    " + draw.choice([
+            apart + f"c{number} = torch.cat([t{number}, u{number}], 1)",
+            f"c{number} = torch.cat({one}.split({cut}, 1), 1)",
+            f"c{number} = torch.cat([{one}[:, :{cut}], {draw.choice(names)}[:, {cut}:]], 1)",
+            f"c{number} = {one}.view({BATCH}, {TOKENS}, {WIDTH})",
+            f"c{number} = {one} + {draw.choice(names)}",
+            f"c{number} = {one}.add_({draw.choice(names)})",
+            f"c{number} = {one}; {one}[:, :{cut}].mul_(2)",
+            f"c{number} = {one}; {one}[:, {cut}:] = {draw.choice(names)}[:, {cut}:]",
+            f"c{number} = F.layer_norm({one}, ({WIDTH},))",
+            f"c{number} = F.dropout({one}, 0.5, False)",
+        ]))
+        names.append(f"c{number}")
+        if apart in lines[-1]:
+            small = [f"t{number}", f"u{number}"]
+    results = [f"{name} * 2" if draw.random() < 0.6 else name
+               for name in draw.sample(names, 2) + draw.sample(small, min(1, len(small)))]
+    return "\n".join([*lines, f"    return {', '.join(results)}"])
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_programs_at_random(seed):
+    text = program(random.Random(seed))
+    scope = {"torch": torch, "F": F}
+    exec(text, scope)
+    print(text)
+    check(scope["f"], example(), example(1), example(2))
+
+
+def test_that_programs_have_something_to_leave_out():
+    left_out = 0
+    for seed in range(60):
+        scope = {"torch": torch, "F": F}
+        exec(program(random.Random(seed)), scope)
+        with torch.no_grad():
+            compiled(scope["f"])(example(), example(1), example(2))
+        left_out += bool(last_reports()[-1].notes)
+    assert left_out > 10
