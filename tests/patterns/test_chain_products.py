@@ -321,7 +321,7 @@ def test_what_is_no_score(score):
             return self.score(self.q(h), self.k(h), self.mask), self.v(h)
 
     check(Model(score), torch.randn(B, T, C), fused=1)
-    assert chains() == ["linear x3"]
+    assert chains() in (["linear x3"], ["linear x3 -> add"])
 
 
 def test_columns_of_heads_are_a_score():
