@@ -30,10 +30,11 @@ from .chain_products import LinearStage, Product
 from .chain_program import Step, program, written_over
 from .fused_linear import FusedLinear
 from .fused_linear_check import SegmentRecord
-from .launch import MAX_PLANS
+from .launch import MAX_PLANS, Runner
 from .layout import Unsupported
 from .likeness import Likeness
 from .ops import runner
+from .placed import PlacedRunner
 from .recent import Recent, layouts
 from .reference import TORCH_DTYPES
 from .region import broadcast_sizes
@@ -103,7 +104,7 @@ class ChainRunner:
         #: how often a segment has lost its kernel: what was bound before that is not used after it
         self._rejections = 0
         regions = [stage for stage in chain.stages if isinstance(stage, RegionStage)]
-        self._runners = {stage.names: runner(stage.region.text, self_check) for stage in regions}
+        self._runners = {stage.names: self._runner(stage, self_check) for stage in regions}
         #: an input of each segment that has all of its rows
         self._whole = tuple(_whole(segment) for segment in self.segments)
         self._fused = tuple(self._kernel(number, self_check) if whole else None
@@ -114,6 +115,10 @@ class ChainRunner:
                              for segment in self.segments)
         self._gone = tuple([name for _, spent in stages for name in spent] for stages in self._stages)
         self._over = {stage.names: self._reusable(stage) for stage in regions}
+
+    def _runner(self, stage: RegionStage, self_check: str) -> Runner | PlacedRunner:
+        run, places = runner(stage.region.text, self_check), [*map(self.chain.placed.get, stage.names)]
+        return PlacedRunner(run, places) if any(places) else run
 
     def _kernel(self, number: int, self_check: str) -> FusedSegment | None:
         """Segment `number` as one kernel, whose record is told to that of the chain's norm."""
@@ -284,6 +289,8 @@ class ChainRunner:
         nothing else."""
         region, spent = stage.region, self._spent[stage.names]
         products = {s.name for s in self.chain.stages if isinstance(s, Product)}
+        if stage.names[0] in self.chain.placed:
+            return None
         if len(region.outputs) != 1 or region.outputs[0].order != tuple(range(region.rank)):
             return None
         full = ("*",) * region.outer + (region.lane,)
