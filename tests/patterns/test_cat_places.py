@@ -369,3 +369,38 @@ def test_kernel_info_knows_the_strides(kernels):
     site, = last_reports()[-1].sites
     assert sources == {call.kernel().name for call in site.calls_behind}
     assert [call.places for call in site.calls_behind] == [((T * 5 * C, 5 * C, 1),)]
+
+
+# Models of diffusers
+
+
+def flux():
+    """(block, its inputs): FLUX's own single block."""
+    from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock
+
+    angles = torch.randn(T + 3, 16)
+    inputs = torch.randn(1, T, C), torch.randn(1, 3, C), torch.randn(1, C), (angles.cos(), angles.sin())
+    return FluxSingleTransformerBlock(C, 2, 16), inputs
+
+
+def hunyuan():
+    """HunyuanVideo's own single block."""
+    from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoSingleTransformerBlock
+
+    angles = torch.randn(T, 16)
+    inputs = torch.randn(1, T, C), torch.randn(1, 3, C), torch.randn(1, C), None, (angles.cos(), angles.sin())
+    return HunyuanVideoSingleTransformerBlock(2, 16), inputs
+
+
+@pytest.mark.parametrize("interpreted", [False, True], ids=["torch", "kernels"])
+@pytest.mark.parametrize("make", [flux, hunyuan])
+def test_single_blocks_of_diffusers(make, interpreted, request):
+    pytest.importorskip("diffusers")
+    if interpreted:
+        request.getfixturevalue("kernels")
+    torch.manual_seed(0)
+    block, inputs = make()
+    inputs = [x.bfloat16() if isinstance(x, torch.Tensor) else x for x in inputs]
+    check(block.bfloat16(), *inputs, fused=3, exact=False)
+    assert placed() == 1
+    assert not [site.fallback_words() for site in last_reports()[-1].sites if site.fallback_words()]
