@@ -292,7 +292,7 @@ def _reports(lens: Lens, taken: Unit, self_check: str):
         return _reports_of(lens, taken, taken, _call(taken), self_check)
     call = _call(taken.site, taken.places(lens, taken.site))
     found = _reports_of(lens, taken, taken.site, call, self_check)
-    return _noted(found, "its result written to its place in that of torch.cat") if taken.wholes else found
+    return _noted(found, "written to its place in the result of a later torch.cat") if taken.wholes else found
 
 
 def _noted(reports: list[tuple[Node, SiteReport]], note: str) -> list[tuple[Node, SiteReport]]:

@@ -115,20 +115,22 @@ class Rest:
 def rest_call(rest: Rest) -> Callable:
     """A function of the parts of a cat, for generated graphs: `torch.cat(parts, rest.dim)`, where part
     `rest.number` may be the whole tensor, which then is completed and returned. Where gradients are recorded
-    the result always is a new tensor."""
+    the result always is a new tensor. The last dim of other parts may be several (heads and a lane)."""
     place, number, dim = rest.place, rest.number, rest.dim
     length = rest.lengths[number]
     others = [(i, sum(rest.lengths[:i]), n) for i, n in enumerate(rest.lengths) if i != number]
 
     def fused(*parts):
         whole = parts[number]
+        rank = whole.dim()
         if whole.shape[dim] != place.total:  # plain torch ran, which writes tensors of their own
-            return torch.cat(parts, dim)
+            return torch.cat([x.flatten(rank - 1) for x in parts], dim)
         if torch.is_grad_enabled() and any([x.requires_grad for x in parts]):
-            own = whole.narrow(dim, place.start, length)
-            return torch.cat([*parts[:number], own, *parts[number + 1:]], dim)
+            parts = [*parts[:number], whole.narrow(dim, place.start, length), *parts[number + 1:]]
+            return torch.cat([x.flatten(rank - 1) for x in parts], dim)
         for i, start, n in others:
-            whole.narrow(dim, start, n).copy_(parts[i])
+            x, target = parts[i], whole.narrow(dim, start, n)
+            (target if x.dim() == rank else target.unflatten(-1, x.shape[rank - 1:])).copy_(x)
         return whole
 
     fused.__name__ = fused.__qualname__ = "ascend_ln_fuse_cat_rest"

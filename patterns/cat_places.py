@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from ..cat_site import CatNode, RestSite
 from ..chain_site import ChainSite, build
-from ..graph import Lens, hint
+from ..graph import Lens, hint, same, same_shape
 from ..kernels.chain_products import Product
 from ..kernels.chain_ways import FEW_ROWS
 from ..kernels.placed import Rest
@@ -24,6 +24,8 @@ from ..memory import live_bytes
 from ..select import Taken
 from ..site import Site
 from .cats import cat_of
+from .chain_products import COPIES
+from .rotary import joined
 
 #: The least share of a cat that is worth it. The whole is there from now on, and each part that is copied is
 #: a launch, where the cat was one: so no more should be copied than is saved.
@@ -47,12 +49,10 @@ def place_in_cats(lens: Lens, taken: Taken) -> None:
         chain = _as_chain(lens, part.site)
         if chain is None or not _is_worth_it(lens, part, chain) or not memory.takes(part):
             continue
-        lengths = tuple(lens.tensor(other).shape[cat.dim] for other in cat.parts)
-        rest = Rest(cat.dim, lengths, part.number)
-        parts = (*cat.parts[:part.number], part.value, *cat.parts[part.number + 1:])
-        if taken.add(RestSite(cat.node, rest, parts, frozenset((cat.node, *part.between)))) is not None:
+        rest = _rest(lens, taken, part)
+        if rest is None:
             continue
-        placed = chain.placed(part.value, cat.node, rest.place)
+        placed = chain.placed(part.value, cat.node, rest.rest.place)
         taken.replace([part.site], placed)  # of the same nodes: nothing is in its way
         memory.note(part)
         owners.update(dict.fromkeys(placed.outputs, placed))
@@ -105,6 +105,77 @@ def _is_worth_it(lens: Lens, part: _Part, chain: ChainSite) -> bool:
     # Of few rows, a kernel that holds the product as well writes a tensor of its own.
     products = any(isinstance(stage, Product) for stage in chain.chain.stages)
     return not products or math.prod(sizes[:-1]) > FEW_ROWS
+
+
+def _rest(lens: Lens, taken: Taken, part: _Part) -> RestSite | None:
+    """The cat but for `part`, taken; None where it cannot be. A part that is a copy itself, for nobody else,
+    is copied but once."""
+    cat = part.cat
+    rest = Rest(cat.dim, tuple(lens.tensor(node).shape[cat.dim] for node in cat.parts), part.number)
+    plain = {node: node for node in cat.parts}, set()
+    for sources, inside in (_sources(lens, taken, part), plain):
+        read = tuple({**sources, cat.parts[part.number]: part.value}[node] for node in cat.parts)
+        site = RestSite(cat.node, rest, read, frozenset((cat.node, *part.between, *inside)))
+        if taken.add(site) is None:
+            return site
+    return None
+
+
+def _sources(lens: Lens, taken: Taken, part: _Part) -> tuple[dict[Node, Node], set[Node]]:
+    """(part of the cat -> what it is read from, the nodes that are not needed then)."""
+    sources, inside = {}, {part.cat.node, *part.between}
+    for number, node in enumerate(part.cat.parts):
+        source = node
+        while number != part.number and (found := _before(lens, taken, source, node, inside)) is not None:
+            source, replaced = found
+            inside |= replaced
+        sources[node] = source
+    return sources, inside
+
+
+def _before(lens: Lens, taken: Taken, node: Node, part: Node,
+            inside: set[Node]) -> tuple[Node, set[Node]] | None:
+    """(what `node` is a copy of, the nodes between), where those inside are the only ones that read it. It
+    has the shape of `part`, or several dims for the last one of it."""
+    slices = joined(node)[0] if lens.kind(node) == "cat" else ()
+    between = {node, *slices}
+    if node.op not in ("call_function", "call_method") or \
+            any(user not in inside | between for own in between for user in own.users) or \
+            any(taken.holds(own) or lens.segment[own] != lens.segment[part] for own in between):
+        return None
+    source = _whole_of(lens, node) if slices else node.args[0] if node.args else None
+    fake, read, wanted = map(lens.tensor, (node, source, part))
+    if read is None or fake is None or read.dtype != fake.dtype:
+        return None
+    # All of these have their elements in the order of what they are made of. What is read instead of a copy
+    # stays in memory longer, so it should be no part of something larger.
+    if not slices and not lens.is_identity(node) and not (lens.kind(node) in COPIES and (
+            lens.is_view(node) or hint(read.untyped_storage().nbytes()) == lens.bytes_of(source))):
+        return None
+    last = wanted.dim() - 1
+    lanes, lane = read.shape[last:], wanted.shape[last]
+    split = all(isinstance(n, int) for n in (*lanes, lane)) and math.prod(lanes) == lane
+    if read.dim() <= last or not same_shape(read.shape[:last], wanted.shape[:last]) or \
+            not (split or same_shape(lanes, (lane,))):
+        return None
+    return source, between
+
+
+def _whole_of(lens: Lens, node: Node) -> Node | None:
+    """The value of which the cat `node` joins all slices again; None where it is another cat."""
+    parts, dim = joined(node)
+    whole = parts[0].args[0] if parts and parts[0].args else None
+    value, fake = lens.tensor(whole), lens.tensor(node)
+    if value is None or fake is None or not isinstance(dim, int) or not same_shape(value.shape, fake.shape):
+        return None
+    offset = value.storage_offset()
+    for part in parts:
+        read = lens.tensor(part)
+        if read is None or not lens.is_view(part) or part.args[0] is not whole or \
+                not same_shape(read.stride(), value.stride()) or not same(read.storage_offset(), offset):
+            return None
+        offset = offset + read.shape[dim] * value.stride(dim)
+    return whole
 
 
 class _Memory:

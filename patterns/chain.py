@@ -100,9 +100,9 @@ def _has_layout(lens: Lens, site: Site) -> bool:
 
 def _behind(lens: Lens, site: Site, products: list[Product], first: bool,
             taken: Taken) -> list[Pointwise | Score]:
-    """What follows `products`: what is pointwise behind all of them; or the score of two of them with what
-    is pointwise in front of it and behind it; or what is pointwise behind single ones (an activation, where
-    q, k and v are made of the same norm)."""
+    """What follows `products`: what is pointwise behind all of them; or what is pointwise behind single ones
+    (an activation, where q, k and v are made of the same norm), the score of two of them, and what is
+    pointwise behind that."""
     if any(bool(p.finish) != first for p in products):
         return []
     pointwise = _pointwise(lens, site, products, first, taken)
@@ -113,9 +113,11 @@ def _behind(lens: Lens, site: Site, products: list[Product], first: bool,
             (own := _pointwise(lens, site, [product], first, taken)) is not None]
     scaled = [own for _, own in each]
     score = None if first else score_of(lens, site, [*products, *scaled], taken)
+    others = _apart(each, lambda group: _pointwise(lens, site, group, first, taken), lens.position)
     if score is None or (lens.tensor(score.out).requires_grad and not _spares_memory(lens, score)):
-        return _apart(each, lambda group: _pointwise(lens, site, group, first, taken), lens.position)
+        return others
     found = [own for own in scaled if own.out in (score.query[0], score.key[0])]
+    found += [own for own in others if not any(own.nodes & operand.nodes for operand in found)]
     last = _pointwise(lens, site, [score], False, taken)
     # A score has a row of keys for each query: in training it is kept for nobody.
     kept = last is not None and lens.tensor(score.out).requires_grad and not is_additive(last.site.region)

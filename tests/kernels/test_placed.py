@@ -216,6 +216,16 @@ def test_the_rest_is_copied(dim, lengths, number):
     assert torch.equal(rest_call(rest)(*parts), wanted)
 
 
+def test_heads_are_copied_as_one_lane():
+    """Of a part whose last dim is given as several, as attention yields it."""
+    rest, (a, b) = Rest(2, (6, 5), 1), (torch.randn(2, 3, 6), torch.randn(2, 3, 5))
+    heads, whole = a.view(2, 3, 2, 3).transpose(1, 2).contiguous().transpose(1, 2), torch.zeros(2, 3, 11)
+    whole[..., 6:] = b
+    assert torch.equal(rest_call(rest)(heads, whole), torch.cat([a, b], 2))
+    assert torch.equal(rest_call(rest)(heads, b), torch.cat([a, b], 2))
+    assert torch.equal(rest_call(rest)(heads.requires_grad_(), whole), torch.cat([a, b], 2))
+
+
 @pytest.mark.parametrize("dim, lengths, number", PARTS)
 def test_the_rest_with_gradients(dim, lengths, number):
     rest, parts = Rest(dim, lengths, number), parts_of(dim, lengths)

@@ -7,13 +7,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from ascend_ln_fuse import kernel_info, last_reports
+from ascend_ln_fuse import rewrite as rewriting
 from ascend_ln_fuse.kernels import ops
 from ascend_ln_fuse.kernels.chain_ops import chain_runner
+from ascend_ln_fuse.kernels.placed import rest_call
 from ascend_ln_fuse.kernels.settings import INTERPRET
 from ascend_ln_fuse.patterns import cat_places, cats
 
 C, T = 32, 6
-NOTE = "its result written to its place in that of torch.cat"
+NOTE = "written to its place in the result of a later torch.cat"
 
 
 @pytest.fixture(autouse=True)
@@ -369,6 +371,94 @@ def test_kernel_info_knows_the_strides(kernels):
     site, = last_reports()[-1].sites
     assert sources == {call.kernel().name for call in site.calls_behind}
     assert [call.places for call in site.calls_behind] == [((T * 5 * C, 5 * C, 1),)]
+
+
+# Parts that are copies themselves
+
+
+class Heads(Single):
+    """Attention over heads: what it yields is copied to make one lane of them."""
+
+    def merged(self, x):
+        return x.transpose(1, 2).flatten(2)
+
+    def attention(self, h):
+        q, k, v = (p(h).unflatten(2, (2, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        return self.merged((q.softmax(-1) @ k.transpose(2, 3).softmax(-1)) @ v)
+
+
+class CopiedAndViewed(Heads):
+    def merged(self, x):
+        batch, _, tokens, _ = x.shape
+        return x.transpose(1, 2).contiguous().view(batch, tokens, -1)
+
+
+class Slices(Heads):
+    """HunyuanVideo's: image and text are taken apart, and put together again."""
+
+    def merged(self, x):
+        merged = x.transpose(1, 2).flatten(2).to(x.dtype)
+        return torch.cat([merged[:, :-2], merged[:, -2:]], 1)
+
+
+class SlicesExchanged(Heads):
+    def merged(self, x):
+        merged = x.transpose(1, 2).flatten(2)
+        return torch.cat([merged[:, 2:], merged[:, :2]], 1)
+
+
+class NotAllSlices(Heads):
+    def merged(self, x):
+        merged = x.transpose(1, 2).flatten(2)
+        return torch.cat([merged[:, :2], merged[:, 1:-1]], 1)
+
+
+class MergedReadTwice(Heads):
+    def joined(self, h):
+        mlp = self.act(self.mlp(h))
+        attention = self.attention(h)
+        return torch.cat([attention, mlp], 2) + attention.mean()
+
+
+class WrittenBetween(Heads):
+    """What was copied is written before the cat."""
+
+    def merged(self, x):
+        merged = x.transpose(1, 2).flatten(2)
+        x[:, 0] = 0
+        return merged + 0 * x.mean()
+
+
+class WrittenBehind(Heads):
+    """The same, and the copy is what the cat takes."""
+
+    def joined(self, h):
+        mlp = self.act(self.mlp(h))
+        q, k, v = (p(h).unflatten(2, (2, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        x = torch.softmax(q @ k.transpose(2, 3), -1) @ v
+        merged = x.transpose(1, 2).flatten(2)
+        x[:, 0] = 0
+        return torch.cat([merged, mlp], 2) + x.mean()
+
+
+class PartOfLarger(Heads):
+    """A copy of a few elements of something large, which need not stay."""
+
+    def merged(self, x):
+        return x.repeat(1, 1, 2, 1)[:, :, :x.shape[2]].transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("make, dims", [
+    (Heads, 4), (CopiedAndViewed, 4), (Slices, 4), (SlicesExchanged, 3), (NotAllSlices, 3),
+    (MergedReadTwice, 3), (WrittenBetween, 3), (WrittenBehind, 4), (PartOfLarger, 3)])
+def test_a_copy_of_a_copy(make, dims, kernels, monkeypatch):
+    """dims: of what is read for the other part: 4 where heads are copied to their place at once."""
+    read = []
+    monkeypatch.setattr(rewriting, "rest_call", lambda rest: lambda *parts: (
+        read.append([x.dim() for x in parts]), rest_call(rest)(*parts))[1])
+    check(make(), *data(), fused=1)
+    assert placed() == 1
+    assert read == [[dims, 3]]
 
 
 # Models of diffusers
