@@ -52,6 +52,7 @@ from .report import FusionReport, SiteReport, emit, progress, record
 from .rewrite import Unit, read_by_result, rewrite
 from .select import select
 from .site import Decline, Site
+from .slices import without_needless_cats
 
 #: Inner compilers that run each product as it is written. Others see through products, but not through ours.
 RUN_AS_WRITTEN = ("eager", "aot_eager", "cudagraphs", "npugraphs")
@@ -241,7 +242,10 @@ def _collector_paused() -> Iterator[None]:
 
 
 def _fuse(graph: Graph, options: Options, wanted: Callable[[Site], bool] | None, begin: bool) -> Fused:
-    lens = Lens(read_by_result(graph))
+    plain, renamed = read_by_result(graph), {}
+    if options.inner in RUN_AS_WRITTEN:
+        plain, renamed = without_needless_cats(plain)
+    lens = Lens(plain, renamed)
     norms, refused = find_norms(lens)
     claimed = {node for found in norms for node in found.norm.interior}
     no_grad = options.training == "decline"

@@ -11,8 +11,9 @@ import os
 import re
 from bisect import bisect
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import wraps
+from types import MappingProxyType
 
 import networkx as nx
 import torch
@@ -124,7 +125,8 @@ class Lens:
             but `order` takes it: it is no mutation, and its result no view of what it writes.
     """
 
-    def __init__(self, graph: Graph):
+    def __init__(self, graph: Graph, renamed: Mapping = MappingProxyType({})):
+        """`renamed`: a key of memory that fakes have -> the one of which it is (`effects.storage_key`)."""
         self.graph = graph
         self.nodes = list(graph.nodes)
         self.position = {node: i for i, node in enumerate(self.nodes)}
@@ -136,8 +138,9 @@ class Lens:
         self.written: set = set()
         self.overwritten: set = set()
         self._facts: dict[str, dict] = defaultdict(dict)
-        #: memory that the fakes of idle dropouts, and of views of them, have for themselves -> whose it is
-        self._renamed: dict = {}
+        #: memory that the fakes of idle dropouts (and what is `renamed`), and of views of them, have for
+        #: themselves -> whose it is
+        self._renamed: dict = dict(renamed)
         for node in filter(is_idle_dropout, self.nodes):
             whose = self.storages(node.args[0])
             for key in storages(value_of(node)) - whose if len(whose) == 1 else ():

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from ..cat_site import CatNode, RestSite
 from ..chain_site import ChainSite, build
-from ..graph import Lens, hint, same, same_shape
+from ..graph import Lens, hint, same_shape
 from ..kernels.chain_products import Product
 from ..kernels.chain_ways import FEW_ROWS
 from ..kernels.placed import Rest
@@ -25,7 +25,6 @@ from ..select import Taken
 from ..site import Site
 from .cats import cat_of
 from .chain_products import COPIES
-from .rotary import joined
 
 #: The least share of a cat that is worth it. The whole is there from now on, and each part that is copied is
 #: a launch, where the cat was one: so no more should be copied than is saved.
@@ -126,31 +125,25 @@ def _sources(lens: Lens, taken: Taken, part: _Part) -> tuple[dict[Node, Node], s
     sources, inside = {}, {part.cat.node, *part.between}
     for number, node in enumerate(part.cat.parts):
         source = node
-        while number != part.number and (found := _before(lens, taken, source, node, inside)) is not None:
-            source, replaced = found
-            inside |= replaced
+        while number != part.number and (before := _before(lens, taken, source, node, inside)) is not None:
+            inside.add(source)
+            source = before
         sources[node] = source
     return sources, inside
 
 
-def _before(lens: Lens, taken: Taken, node: Node, part: Node,
-            inside: set[Node]) -> tuple[Node, set[Node]] | None:
-    """(what `node` is a copy of, the nodes between), where those inside are the only ones that read it. It
-    has the shape of `part`, or several dims for the last one of it."""
-    slices = joined(node)[0] if lens.kind(node) == "cat" else ()
-    between = {node, *slices}
-    if node.op not in ("call_function", "call_method") or \
-            any(user not in inside | between for own in between for user in own.users) or \
-            any(taken.holds(own) or lens.segment[own] != lens.segment[part] for own in between):
+def _before(lens: Lens, taken: Taken, node: Node, part: Node, inside: set[Node]) -> Node | None:
+    """What `node` is a copy of, or a view that keeps the elements in order, where those inside alone read it.
+    It is of the shape of `part`, or has several dims for the last one."""
+    if node.op not in ("call_function", "call_method") or not set(node.users) <= inside or \
+            taken.holds(node) or lens.segment[node] != lens.segment[part]:
         return None
-    source = _whole_of(lens, node) if slices else node.args[0] if node.args else None
-    fake, read, wanted = map(lens.tensor, (node, source, part))
-    if read is None or fake is None or read.dtype != fake.dtype:
+    fake, read, wanted = map(lens.tensor, (node, node.args[0] if node.args else None, part))
+    if fake is None or read is None or read.dtype != fake.dtype:
         return None
-    # All of these have their elements in the order of what they are made of. What is read instead of a copy
-    # stays in memory longer, so it should be no part of something larger.
-    if not slices and not lens.is_identity(node) and not (lens.kind(node) in COPIES and (
-            lens.is_view(node) or hint(read.untyped_storage().nbytes()) == lens.bytes_of(source))):
+    # What is read instead of a copy stays in memory longer, so it should be no part of something larger.
+    if not lens.is_identity(node) and not (lens.kind(node) in COPIES and (
+            lens.is_view(node) or hint(read.untyped_storage().nbytes()) == lens.bytes_of(node))):
         return None
     last = wanted.dim() - 1
     lanes, lane = read.shape[last:], wanted.shape[last]
@@ -158,24 +151,7 @@ def _before(lens: Lens, taken: Taken, node: Node, part: Node,
     if read.dim() <= last or not same_shape(read.shape[:last], wanted.shape[:last]) or \
             not (split or same_shape(lanes, (lane,))):
         return None
-    return source, between
-
-
-def _whole_of(lens: Lens, node: Node) -> Node | None:
-    """The value of which the cat `node` joins all slices again; None where it is another cat."""
-    parts, dim = joined(node)
-    whole = parts[0].args[0] if parts and parts[0].args else None
-    value, fake = lens.tensor(whole), lens.tensor(node)
-    if value is None or fake is None or not isinstance(dim, int) or not same_shape(value.shape, fake.shape):
-        return None
-    offset = value.storage_offset()
-    for part in parts:
-        read = lens.tensor(part)
-        if read is None or not lens.is_view(part) or part.args[0] is not whole or \
-                not same_shape(read.stride(), value.stride()) or not same(read.storage_offset(), offset):
-            return None
-        offset = offset + read.shape[dim] * value.stride(dim)
-    return whole
+    return node.args[0]
 
 
 class _Memory:
