@@ -7,6 +7,8 @@ from torch import nn
 
 from ascend_ln_fuse import last_reports
 from ascend_ln_fuse.backend import Options, fuse
+from ascend_ln_fuse.graph import Lens
+from ascend_ln_fuse.slices import without_needless_cats
 
 C, T = 16, 6
 
@@ -104,6 +106,34 @@ def test_views_of_the_copy_are_views_of_the_value():
 
     check(Blocks(APART["slices"], between), *data(), fused=2)
     assert left(Blocks(APART["slices"], between), *data()) == 1
+
+
+def test_a_view_of_the_copy_is_one_of_the_value():
+    """Also where that is such a copy itself."""
+    def f(x):
+        h = x * 2
+        for cut in (2, 3):
+            h = torch.cat([h[:, :cut], h[:, cut:]], 1)
+        return h.unflatten(-1, (2, -1)).sin()
+
+    found = []
+    torch.compile(f, backend=lambda gm, _: (found.append(gm.graph), gm.forward)[1])(torch.randn(2, T, C))
+    lens = Lens(*without_needless_cats(*found))
+    view = next(node for node in lens.nodes if lens.kind(node) == "unflatten")
+    assert lens.kind(view.args[0]) == "mul" and lens.is_view(view)
+    assert [node.target for node in lens.nodes if node.op == "call_method"] == ["unflatten", "sin"]
+
+
+@torch._dynamo.allow_in_graph
+def unknown(x):
+    """Might write what it gets."""
+    return x.mul_(2).sum()
+
+
+def test_an_op_of_which_nothing_is_known():
+    model = Blocks(APART["slices"], lambda h, parts, joined: (unknown(joined), h.sum()))
+    check(model, *data(), fused=2)
+    assert left(model, *data()) == 2
 
 
 def test_slices_that_others_read():
