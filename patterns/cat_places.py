@@ -45,8 +45,8 @@ def place_in_cats(lens: Lens, taken: Taken) -> None:
         part = cat and _largest(lens, taken, cat, owners)
         if not part:
             continue
-        chain = _as_chain(lens, part.site)
-        if chain is None or not _is_worth_it(lens, part, chain) or not memory.takes(part):
+        chain = part.site if isinstance(part.site, ChainSite) else build(lens, part.site, [])
+        if not _is_worth_it(lens, part, chain) or not memory.takes(part):
             continue
         rest = _rest(lens, taken, part)
         if rest is None:
@@ -81,13 +81,6 @@ def _largest(lens: Lens, taken: Taken, cat: CatNode, owners: dict[Node, Site | C
                 lens.segment[owners[node].anchor] == lens.segment[cat.node]:
             found.append(_Part(cat, number, node, tuple(between), owners[node]))
     return max(found, key=lambda part: lens.bytes_of(part.value), default=None)
-
-
-def _as_chain(lens: Lens, site: Site | ChainSite) -> ChainSite | None:
-    """`site` as a chain, of one stage where it is none; None where its values lie in another way than the
-    graph's."""
-    chain = site if isinstance(site, ChainSite) else build(lens, site, []) if type(site) is Site else None
-    return None if chain is None or chain.site.norms[0].axis is not None else chain
 
 
 def _is_worth_it(lens: Lens, part: _Part, chain: ChainSite) -> bool:

@@ -3,16 +3,20 @@
 import pytest
 import torch
 from checks import check
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
 
 from ascend_ln_fuse import kernel_info, last_reports
 from ascend_ln_fuse import rewrite as rewriting
+from ascend_ln_fuse.backend import Options, fuse
+from ascend_ln_fuse.cat_site import CatNode
+from ascend_ln_fuse.graph import Lens
 from ascend_ln_fuse.kernels import ops
 from ascend_ln_fuse.kernels.chain_ops import chain_runner
 from ascend_ln_fuse.kernels.placed import rest_call
 from ascend_ln_fuse.kernels.settings import INTERPRET
 from ascend_ln_fuse.patterns import cat_places, cats
+from ascend_ln_fuse.select import Taken
 
 C, T = 32, 6
 NOTE = "written to its place in the result of a later torch.cat"
@@ -345,6 +349,44 @@ class Peak(Single):
 def test_a_higher_peak_stays():
     check(Peak(), *data(), fused=1)
     assert placed() == 0
+
+
+def test_what_is_allocated_early_counts_for_the_next():
+    """Half of x more fits below the peak of 4 x, which is at the end, but not twice."""
+    def f(x):
+        a, b = x.sin(), x.cos()
+        high = torch.cat([x, x[:16]]).sum()
+        return torch.cat([a, x[:32]]), torch.cat([b, x[:32]]), high
+
+    found = []
+    torch.compile(f, backend=lambda gm, _: (found.append(gm.graph), gm.forward)[1])(torch.randn(64))
+    lens = Lens(*found)
+    sin, cos = (next(node for node in lens.nodes if node.target == name) for name in ("sin", "cos"))
+    parts = [cat_places._Part(CatNode(*node.users, (), 0), 0, node, (), None) for node in (sin, cos)]
+    memory = cat_places._Memory(lens, Taken(lens))
+    assert all(map(memory.takes, parts))
+    memory.note(parts[0])
+    assert not memory.takes(parts[1])
+
+
+def test_the_fused_graph_says_what_its_nodes_yield(kernels):
+    """The chain yields the whole, and its node's fake is as large."""
+    seen = []
+
+    class Checked(fx.Interpreter):
+        def run_node(self, node):
+            result, fake = super().run_node(node), node.meta.get("example_value")
+            if isinstance(result, torch.Tensor) and fake is not None:
+                seen.append(node.name)
+                assert result.shape == fake.shape and result.stride() == fake.stride(), node
+            return result
+
+    def backend(gm, _):
+        return Checked(fx.GraphModule(gm, fuse(gm.graph, Options(report="off")).graph)).run
+
+    with torch.no_grad():
+        torch.compile(Single().eval(), backend=backend)(*data())
+    assert len(seen) > 10
 
 
 class TwoBlocks(nn.Module):
