@@ -21,7 +21,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from . import cost
 from .ahead import begin_kernels
-from .cat_site import CatSite
+from .cat_site import CatSite, RestSite
 from .chain_site import ChainSite
 from .graph import Lens, hint, module_path, source_line
 from .inner_choice import (
@@ -42,12 +42,13 @@ from .kernels.ops import runner
 from .kernels.settings import compile_seconds
 from .options import Options, parse_options, strict
 from .patterns import candidate, find_norms
+from .patterns.cat_places import place_in_cats
 from .patterns.cats import join_cats
 from .patterns.chain import extend_chains
 from .patterns.packed import join_packed
 from .patterns.rotary_site import take_rotary
 from .report import FusionReport, SiteReport, emit, progress, record
-from .rewrite import read_by_result, rewrite
+from .rewrite import Unit, read_by_result, rewrite
 from .select import select
 from .simplify import simplified
 from .site import Decline, Site
@@ -254,6 +255,7 @@ def _fuse(graph: Graph, options: Options, wanted: Callable[[Site], bool] | None,
     besides = {part.anchor for site in rotary for part in site.parts or (site,)}
     if options.inner == "eager":
         join_cats(lens, taken)
+        place_in_cats(lens, taken)
     by_out = {found.norm.out: found.norm for found in norms}
     declined = [_declined(lens, c.anchor, c.reason, by_out[c.anchor]) for c in lost]
     declined += [_declined(lens, node, why) for node, why in refused]
@@ -276,23 +278,34 @@ def _in_order(lens: Lens, reports) -> tuple[SiteReport, ...]:
     return tuple(report for _, report in sorted(reports, key=lambda pair: lens.position[pair[0]]))
 
 
-def _reports(lens: Lens, taken: Site | ChainSite | CatSite, self_check: str):
+def _reports(lens: Lens, taken: Unit, self_check: str):
     """(anchor, report) of each norm of a taken site, or of each rotary embedding."""
+    if isinstance(taken, RestSite):
+        return []
     if isinstance(taken, CatSite):
         found = [_reports_of(lens, piece, piece, _call(piece, taken.places(piece)), self_check)
                  for piece in taken.pieces]
-        note = "written to its place in the result of torch.cat"
-        return [(anchor, replace(report, note="; ".join(filter(None, (report.note, note)))))
-                for reports in found for anchor, report in reports]
-    site = taken.site if isinstance(taken, ChainSite) else taken
-    return _reports_of(lens, taken, site, _call(site), self_check)
+        return _noted([pair for pairs in found for pair in pairs],
+                      "written to its place in the result of torch.cat")
+    if not isinstance(taken, ChainSite):
+        return _reports_of(lens, taken, taken, _call(taken), self_check)
+    call = _call(taken.site, taken.places(lens, taken.site))
+    found = _reports_of(lens, taken, taken.site, call, self_check)
+    return _noted(found, "written to its place in the result of a later torch.cat") if taken.wholes else found
+
+
+def _noted(reports: list[tuple[Node, SiteReport]], note: str) -> list[tuple[Node, SiteReport]]:
+    """The reports with a note more."""
+    return [(anchor, replace(report, note="; ".join(filter(None, (report.note, note)))))
+            for anchor, report in reports]
 
 
 def _reports_of(lens: Lens, taken: Site | ChainSite, site: Site, call, self_check: str):
     chain = taken.chain if isinstance(taken, ChainSite) else None
     outcome = runner(site.region.text, self_check).record  # tells reports later of checks and fallbacks
     ways = chain_runner(chain, self_check) if chain is not None else None
-    behind = tuple(map(_call, taken.pieces[1:])) if isinstance(taken, ChainSite) else ()
+    behind = tuple(_call(piece, taken.places(lens, piece)) for piece in taken.pieces[1:]) \
+        if isinstance(taken, ChainSite) else ()
     found = [(part.anchor, _fused(lens, site, part, call, behind, ways, outcome))
              for part in site.parts or (site,)]
     for _, report in found:
@@ -353,7 +366,7 @@ def _call(site: Site, places=None):
     return Call(site.region, tuple(tuple(map(hint, fake.shape)) for fake in site.fakes),
                 tuple(tuple(map(hint, fake.stride())) for fake in site.fakes), site.fakes[0].device,
                 scalars=tuple(None if isinstance(s, Node) else s for s in site.scalars),
-                places=places)
+                places=places and tuple(tuple(map(hint, strides)) for strides in places))
 
 
 def model_name(gm: GraphModule) -> str:

@@ -1,4 +1,5 @@
-"""Sites whose results a cat joins, in the graph: one op in the place of the sites and the cats."""
+"""Sites whose results a cat joins, in the graph: one op in the place of the sites and the cats; or one in the
+place of a cat that finds a part of its result written already."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from torch.fx import Node
 
 from .graph import Lens
 from .kernels.joined import Cat, Joined, Launch
+from .kernels.placed import Rest
 from .kernels.region import dense_strides
 from .site import Norm, Site
 from .views import Step
@@ -65,6 +67,39 @@ class CatSite:
     def results(self) -> tuple[int, ...]:
         """For each output, which of the op's results it is."""
         return tuple(range(len(self.outputs)))
+
+
+@dataclass(frozen=True)
+class RestSite:
+    """What `rewrite` needs to put the op `rest` in the place of a cat, one part of which a chain writes
+    (`ChainSite.wholes`).
+
+    Attributes:
+        parts: what it reads, in the order of the cat's parts; the written one as the chain yields it.
+        interior: the cat, and identities between the chain and it.
+    """
+
+    cat: Node
+    rest: Rest
+    parts: tuple[Node, ...]
+    interior: frozenset[Node]
+
+    scalars = ()
+    pieces = ()
+    finishes = ((),)
+    results = (0,)
+
+    @property
+    def anchor(self) -> Node:
+        return self.cat
+
+    @property
+    def inputs(self) -> tuple[tuple[Node, tuple[Step, ...]], ...]:
+        return tuple((part, ()) for part in self.parts)
+
+    @property
+    def outputs(self) -> tuple[Node, ...]:
+        return (self.cat,)
 
 
 def build(lens: Lens, pieces: Sequence[Site], cats: Sequence[CatNode]) -> CatSite:

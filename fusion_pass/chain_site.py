@@ -6,7 +6,7 @@ What belongs to it is decided by patterns/chain.py; here nodes become names (ker
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.fx import Node
@@ -14,6 +14,7 @@ from torch.fx import Node
 from .graph import Lens, same, same_shape
 from .kernels.chain import Chain, RegionStage
 from .kernels.chain_products import LinearStage, Part, PatchStage, Ref, ScoreStage
+from .kernels.placed import Place
 from .site import Decline, Norm, Site
 from .views import Step, replay
 
@@ -92,6 +93,7 @@ class ChainSite:
     Attributes:
         site: the norm's own, of which the report speaks.
         pieces: the sites of all regions of the chain, for the contract.
+        wholes: outputs that have places in the chain -> the cat whose result they are written into.
         finishes: for each output, the views that follow the op.
         results: for each output, which of the op's results it is made of.
     """
@@ -105,6 +107,7 @@ class ChainSite:
     finishes: tuple[tuple[Step, ...], ...]
     results: tuple[int, ...]
     pieces: tuple[Site, ...]
+    wholes: dict[Node, Node] = field(default_factory=dict)
 
     @property
     def anchor(self) -> Node:
@@ -121,6 +124,17 @@ class ChainSite:
     @property
     def pattern(self) -> str:
         return self.site.pattern
+
+    def places(self, lens: Lens, piece: Site) -> tuple[tuple, ...] | None:
+        """The strides of what the outputs of `piece` are written to; None where none of them has a place."""
+        into = [self.wholes.get(node, node) for node in piece.outputs]
+        return None if into == [*piece.outputs] else tuple(lens.tensor(node).stride() for node in into)
+
+    def placed(self, node: Node, whole: Node, place: Place) -> ChainSite:
+        """This site, whose output `node` is written in its place of the result of the cat `whole`."""
+        name = self.chain.outputs[self.results[self.outputs.index(node)]]
+        chain = self.chain.in_places({**self.chain.placed, name: place})
+        return replace(self, chain=chain, wholes={**self.wholes, node: whole})
 
 
 def build(lens: Lens, site: Site, steps: list[Product | Score | Pointwise]) -> ChainSite:

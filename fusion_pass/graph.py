@@ -145,7 +145,8 @@ class Lens:
         self.written: set = set()
         self.overwritten: set = set()
         self._facts: dict[str, dict] = defaultdict(dict)
-        #: memory that the fakes of idle dropouts, and of views of them, have for themselves -> whose it is
+        #: memory that the fakes of idle dropouts, and of views of them, have for
+        #: themselves -> whose it is
         self._renamed: dict = {}
         for node in filter(is_idle_dropout, self.nodes):
             whose = self.storages(node.args[0])

@@ -255,7 +255,11 @@ class _Seen:
 
         def region(stage: RegionStage, tensors, scalars):
             results = [tensors[0].new_empty(x) for x in _spaces(stage, tensors)]
-            made[stage.names] = [_generated(Call(stage.region, *_places(tensors), device, self.soc))]
+            placed = [chain.placed.get(name) for name in stage.names]
+            strides = tuple(result.stride() if place is None else place.strides(result.shape)
+                            for result, place in zip(results, placed)) if any(placed) else None
+            made[stage.names] = [_generated(Call(stage.region, *_places(tensors), device, self.soc,
+                                                 places=strides))]
             results = [r.to(TORCH_DTYPES[o.dtype]) for r, o in zip(results, stage.region.outputs)]
             values.update(zip(stage.names, results))
             return results

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch.fx import Graph, Node
 
-from .cat_site import CatSite
+from .cat_site import CatSite, RestSite
 from .chain_site import ChainSite
 from .contract import check_contract
 from .effects import value_of
@@ -20,10 +20,14 @@ from .graph import Lens
 from .kernels.chain_ops import chain_call
 from .kernels.joined import joined_call
 from .kernels.ops import python_call
+from .kernels.placed import rest_call
 from .kernels.region import one_line
 from .select import Taken
 from .site import Site
 from .updates import update_word
+
+#: What is taken, and one op each in the new graph.
+Unit = Site | ChainSite | CatSite | RestSite
 
 
 def read_by_result(graph: Graph) -> Graph:
@@ -75,7 +79,7 @@ def rewrite(lens: Lens, taken: Taken, traceable: bool, self_check: str) -> Graph
             check_contract(lens, piece)
     interior = {node for site in taken.sites for node in site.interior}
     for unit in schedule:
-        if isinstance(unit, (Site, ChainSite, CatSite)):
+        if not isinstance(unit, Node):
             known = views.setdefault(lens.segment[unit.anchor], {})
             _insert(graph, unit, env, known, traceable, self_check)
         elif unit not in interior and unit not in lens.constants:
@@ -112,8 +116,7 @@ def _copy(graph: Graph, node: Node, lookup: Callable[[Node], Node | int]) -> Nod
     return result
 
 
-def _insert(graph: Graph, site: Site | ChainSite | CatSite, env: dict, views: dict, traceable: bool,
-            self_check: str) -> None:
+def _insert(graph: Graph, site: Unit, env: dict, views: dict, traceable: bool, self_check: str) -> None:
     inputs = [_operand(graph, node, steps, env, views) for node, steps in site.inputs]
     scalars = [env[s] if isinstance(s, Node) else s for s in site.scalars]
     if traceable:
@@ -122,10 +125,7 @@ def _insert(graph: Graph, site: Site | ChainSite | CatSite, env: dict, views: di
         op = graph.call_function(getattr(torch.ops.ascend_ln_fuse, name).default,
                                  (one_line(fused.text), inputs, scalars), {"self_check": self_check})
     else:
-        call = python_call(site.region, self_check) if isinstance(site, Site) else \
-            chain_call(site.chain, self_check) if isinstance(site, ChainSite) else \
-            joined_call(site.joined, self_check)
-        op = graph.call_function(call, (*inputs, *scalars))
+        op = graph.call_function(_call(site, self_check), (*inputs, *scalars))
     _keep_meta(op, site.anchor)
     count = len(set(site.results))
     single = count == 1 and not traceable
@@ -135,8 +135,18 @@ def _insert(graph: Graph, site: Site | ChainSite | CatSite, env: dict, views: di
         result = results[number]
         for step in finish:
             result = step.insert(graph, result, env.__getitem__)
-        result.meta = dict(node.meta)
+        whole = site.wholes.get(node, node) if isinstance(site, ChainSite) else node
+        result.meta = dict(whole.meta)
         env[node] = result
+
+
+def _call(site: Unit, self_check: str) -> Callable:
+    """The function of a site's inputs, then its scalars."""
+    if isinstance(site, Site):
+        return python_call(site.region, self_check)
+    if isinstance(site, ChainSite):
+        return chain_call(site.chain, self_check)
+    return joined_call(site.joined, self_check) if isinstance(site, CatSite) else rest_call(site.rest)
 
 
 def _operand(graph: Graph, node: Node, steps, env: dict, views: dict) -> Node:

@@ -24,12 +24,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
 from .chain_products import Heads, Part, Product, name_of
+from .placed import Place
 from .reference import reference
 from .region import Line, NormRegion
 
@@ -84,15 +85,19 @@ class Chain:
         scalars: names of the numbers that follow them.
         stages: in the order in which they run.
         outputs: names of the values to return.
+        places: (name, place) of outputs that a ChainRunner writes into longer tensors, and returns those.
+            The meaning of a chain, `evaluate`, has no places: there they are tensors of their own.
 
     Raises:
-        ValueError: at construction, when a name is undefined or defined twice, or nothing is returned.
+        ValueError: at construction, when a name is undefined or defined twice, or nothing is returned, or a
+            value has a place that is read, or no output of a region, or not contiguous.
     """
 
     inputs: tuple[str, ...]
     scalars: tuple[str, ...]
     stages: tuple
     outputs: tuple[str, ...]
+    places: tuple[tuple[str, Place], ...] = ()
 
     def __post_init__(self) -> None:
         known = [*self.inputs, *self.scalars]
@@ -106,13 +111,42 @@ class Chain:
             raise ValueError("a name is defined twice")
         if not self.outputs or not set(self.outputs) <= set(known) - set(self.inputs):
             raise ValueError("outputs must be values of the stages, at least one")
+        if not set(self.placed) <= self.placeable:
+            raise ValueError("what has a place must be a contiguous output of a region that no stage reads")
+
+    @cached_property
+    def placeable(self) -> frozenset[str]:
+        """The outputs that may have a place: contiguous results of regions that no stage reads."""
+        contiguous = {name for stage in self.stages if isinstance(stage, RegionStage)
+                      for name, out in zip(stage.names, stage.region.outputs)
+                      if out.order == tuple(range(stage.region.rank))}
+        return frozenset(contiguous.intersection(self.outputs).difference(
+            name for stage in self.stages for name in stage.reads))
+
+    @cached_property
+    def placed(self) -> dict[str, Place]:
+        """Name -> place, of the outputs that have one."""
+        return dict(self.places)
+
+    def in_places(self, places: Mapping[str, Place]) -> Chain:
+        """This chain with places for the outputs of these names. What they are made of comes first: the
+        product behind which one is written goes before other products come."""
+        needed, first, others = set(places), [], []
+        for stage in reversed(self.stages):
+            wanted = not needed.isdisjoint(stage.names)
+            (first if wanted else others).insert(0, stage)
+            needed.update(stage.reads if wanted else ())
+        return replace(self, stages=(*first, *others), places=tuple(places.items()))
 
     @cached_property
     def text(self) -> str:
         """What a person reads, and what choices are kept under: equal for equal chains."""
         scalars = f"; {', '.join(self.scalars)}" if self.scalars else ""
         return "\n".join((f"chain {', '.join(self.inputs)}{scalars}", *map(str, self.stages),
-                          f"out {', '.join(self.outputs)}"))
+                          f"out {', '.join(map(self._output, self.outputs))}"))
+
+    def _output(self, name: str) -> str:
+        return f"{name} {self.placed[name]}" if name in self.placed else name
 
     @cached_property
     def spent(self) -> tuple[tuple[str, ...], ...]:

@@ -119,8 +119,10 @@ def _rows(values: Mapping[str, torch.Tensor], ref, dim: int) -> torch.Tensor:
 def fused_segment(chain: Chain, segment, make: Callable[[Fusible], FusedLinear] = FusedLinear,
                   ) -> FusedSegment | None:
     """`segment` (of `chain_ways.segments`) as one kernel; None where it is none. A norm whose result is
-    read elsewhere too runs by itself, and the rest is the kernel."""
-    if not segment.products or not all(isinstance(p, LinearStage) for p in segment.products):
+    read elsewhere too runs by itself, and the rest is the kernel. It writes tensors of its own: what has a
+    place (kernels/placed.py) is left to the library's way."""
+    if not segment.products or not all(isinstance(p, LinearStage) for p in segment.products) or \
+            any(name in chain.placed for stage in segment.stages for name in stage.names):
         return None
     norm = segment.norm
     inside = {stage.names for stage in segment.stages}

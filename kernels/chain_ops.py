@@ -10,6 +10,7 @@ another compiler traces, and for inference alone: it has no gradient.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -33,15 +34,19 @@ def chain_runner(chain: Chain, self_check: str = DEFAULT_SELF_CHECK) -> ChainRun
 def chain_call(chain: Chain, self_check: str = DEFAULT_SELF_CHECK,
                runner: ChainRunner | None = None) -> Callable:
     """A function of the chain's inputs, then its scalars, that returns a tensor for one output, else a
-    tuple. To be called from generated graphs. `runner` runs it instead of the one of all equal chains."""
+    tuple. To be called from generated graphs. `runner` runs it instead of the one of all equal chains.
+
+    An output that has a place is the whole tensor (kernels/placed.py); where plain torch runs or gradients
+    are recorded, it is the value by itself."""
     run, count, single = runner or chain_runner(chain, self_check), len(chain.inputs), len(chain.outputs) == 1
+    recorded = chain_runner(replace(chain, places=()), self_check) if chain.places else run
 
     def fused(*args):
         inputs, scalars = args[:count], args[count:]
         if forward_ad._current_level >= 0 or args[0].is_cpu and runs_reference(args[0].device):
             results = tuple(evaluate(chain, inputs, scalars).values())
         elif torch.is_grad_enabled() and any([x.requires_grad for x in inputs]):
-            results = _Chain.apply(run, scalars, *inputs)
+            results = _Chain.apply(recorded, scalars, *inputs)
         else:
             results = run(inputs, scalars)
         return results[0] if single else results

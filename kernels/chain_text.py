@@ -7,7 +7,7 @@ The grammar, a line each:
     NAME = linear(VALUE, WEIGHT[, BIAS])          or linear_kn, whose weight is [K, N]
     NAME = patch_conv(VALUE, WEIGHT[, BIAS][; HEIGHT, WIDTH])
     NAME = score(REF, REF)                        or score_bmm, whose outer dims are one
-    out NAME, ...
+    out NAME[ at START of TOTAL along DIM], ...
 
 where REF is a name, or columns NAME[start:end] of one, or NAME[start:end x COUNT by STEP]: heads of a score.
 """
@@ -19,11 +19,13 @@ from functools import lru_cache
 
 from .chain import Chain, RegionStage
 from .chain_products import Heads, LinearStage, Part, PatchStage, Product, Ref, ScoreStage
+from .placed import Place
 from .region import lines, parse
 
 _CALL = re.compile(r"(?P<names>[\w, ]+) = (?P<op>region|linear|linear_kn|patch_conv|score|score_bmm)"
                    r"\((?P<args>[^;()]*)(?:; (?P<scalars>[\w, ]+))?\)\Z")
 _REF = re.compile(r"(\w+)(?:\[(\d+):(\d+)(?: x (\d+) by (\d+))?\])?\Z")
+_OUTPUT = re.compile(r"(\w+)(?: at (\d+) of (\d+) along (\d+))?\Z")
 _INDENT = "    "
 
 
@@ -49,7 +51,13 @@ def parse_chain(text: str) -> Chain:
             stages.append(_stage(call, "\n".join(body)))
         except ValueError as error:
             raise ValueError(f"{call!r}: {error}") from None
-    return Chain(_names(inputs), _names(scalars), tuple(stages), _names(last.removeprefix("out ")))
+    found = [_OUTPUT.match(word) for word in _names(last.removeprefix("out "))]
+    if None in found:
+        raise ValueError(f"{last!r}: an output is a name, and perhaps its place")
+    places = {output[1]: Place(int(output[4]), int(output[2]), int(output[3]))
+              for output in found if output[2] is not None}
+    return Chain(_names(inputs), _names(scalars), tuple(stages), tuple(output[1] for output in found),
+                 tuple(places.items()))
 
 
 def _stage(call: str, body: str) -> RegionStage | Product:

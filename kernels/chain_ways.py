@@ -39,11 +39,12 @@ from .chain_trial import Trial
 from .fused_linear import FusedLinear
 from .fused_linear_check import SegmentRecord
 from .guard import out_of_memory
-from .launch import MAX_PLANS
+from .launch import MAX_PLANS, Runner
 from .layout import Unsupported
 from .likeness import Likeness
 from .measure import is_capturing
 from .ops import runner
+from .placed import PlacedRunner
 from .recent import Recent, layouts
 from .reference import TORCH_DTYPES
 from .region import broadcast_sizes
@@ -92,17 +93,22 @@ class ChainRunner:
         self._refused: set[int] = set()
         regions = [stage for stage in chain.stages if isinstance(stage, RegionStage)]
         products = {stage.name for stage in chain.stages if isinstance(stage, Product)}
-        self._runners = {stage.names: runner(stage.region.text, self_check) for stage in regions}
+        self._runners = {stage.names: self._runner(stage, self_check) for stage in regions}
         #: an input of each segment that has all of its rows
         self._whole = tuple(whole_input(segment) for segment in self.segments)
         self._fused = tuple(self._kernel(number, self_check) if whole else None
                             for number, whole in enumerate(self._whole))
         spent = dict(zip((stage.names for stage in chain.stages), chain.spent))
-        self._over = {stage.names: reusable(stage, spent[stage.names], products) for stage in regions}
+        self._over = {stage.names: None if stage.names[0] in chain.placed else
+                      reusable(stage, spent[stage.names], products) for stage in regions}
         #: what each segment runs, by the word of each of its ways
         self._steps = tuple(self._ways_of(number, spent) for number in range(len(self.segments)))
         self._trials = tuple(Trial(segment, steps, self._runners, self._over) if len(steps) > 1 else None
                              for segment, steps in zip(self.segments, self._steps))
+
+    def _runner(self, stage: RegionStage, self_check: str) -> Runner | PlacedRunner:
+        run, places = runner(stage.region.text, self_check), [*map(self.chain.placed.get, stage.names)]
+        return PlacedRunner(run, places) if any(places) else run
 
     def _kernel(self, number: int, self_check: str) -> FusedSegment | None:
         """Segment `number` as one kernel, whose record is told to that of the chain's norm."""
@@ -122,7 +128,7 @@ class ChainRunner:
         if fused is not None:
             ways[ONE_KERNEL] = Step([(segment.norm, ())] if norm_alone(segment, fused) else [], fused, gone)
             product = activated(segment, gone, partial(self._without_activated, number))
-            if product is not None:
+            if product is not None and product.name not in self.chain.placed:
                 first = [pair for pair in stages if pair[0] is segment.norm]
                 rest = [name for _, names in stages[len(first):] for name in names
                         if name != product.linear.name]

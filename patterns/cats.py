@@ -7,7 +7,6 @@ where no gradient is recorded.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import networkx as nx
@@ -49,29 +48,36 @@ def join_cats(lens: Lens, taken: Taken) -> None:
 
 
 def _cats(lens: Lens, taken: Taken) -> list[CatNode]:
-    found = (_cat(lens, node) for node in lens.nodes if lens.kind(node) == "cat" and not taken.holds(node))
-    return [cat for cat in found if cat is not None]
+    found = (cat_of(lens, node) for node in lens.nodes if lens.kind(node) == "cat" and not taken.holds(node))
+    return [cat for cat in found if cat is not None and _is_taken(lens, cat)]
 
 
-def _cat(lens: Lens, node: Node) -> CatNode | None:
+def cat_of(lens: Lens, node: Node) -> CatNode | None:
+    """The cat `node`, where kernels may write what it yields: it is contiguous, and records no gradient; its
+    parts are of one dtype and device, and their sizes along its dim known and not 0."""
     parts, dim = joined(node)
     fake = lens.tensor(node)
-    if fake is None or not isinstance(dim, int) or len(set(parts)) != len(parts):
+    if fake is None or not isinstance(dim, int) or len(set(parts)) != len(parts) or not fake.dim():
         return None
     fakes = [lens.tensor(part) for part in parts]
-    dim %= max(fake.dim(), 1)
-    if None in fakes or any(part.dtype != fake.dtype or part.dim() != fake.dim() for part in fakes):
+    if any(part is None or part.dtype != fake.dtype or part.dim() != fake.dim() or
+           part.device != fake.device or part.requires_grad for part in fakes):
         return None
-    sizes = (*fake.shape, *(n for part in fakes for n in (*part.shape, *part.stride())))
-    if not all(isinstance(n, int) for n in sizes) or not fake.dim() or dim == fake.dim() - 1:
-        return None
-    if fake.requires_grad or lens.is_mutated(node) or node in lens.transformed or \
+    dim %= fake.dim()
+    lengths = [part.shape[dim] for part in fakes]
+    if not all(isinstance(n, int) and n > 0 for n in lengths) or \
             not same_shape(fake.stride(), dense_strides(tuple(fake.shape), range(fake.dim()))):
         return None
-    if math.prod(fake.shape) * fake.element_size() < LEAST_BYTES or \
-            any(part.numel() == 0 or part.device != fake.device for part in fakes):
+    if fake.requires_grad or node in lens.transformed or lens.bytes_of(node) < LEAST_BYTES:
         return None
     return CatNode(node, parts, dim)
+
+
+def _is_taken(lens: Lens, cat: CatNode) -> bool:
+    fakes = [lens.tensor(node) for node in (cat.node, *cat.parts)]
+    sizes = [n for fake in fakes for n in (*fake.shape, *fake.stride())]
+    return all(isinstance(n, int) for n in sizes) and 0 not in fakes[0].shape and \
+        cat.dim != fakes[0].dim() - 1 and not lens.is_mutated(cat.node)
 
 
 def _into_cats(lens: Lens, site, cats: dict[Node, CatNode]) -> Site | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch.fx import Node
@@ -80,8 +80,8 @@ def _proposals(lens: Lens, site: Site, taken: Taken) -> Iterator[ChainSite]:
         for step in behind:
             steps.append(step)
             ends.append(len(steps))
-        frontier = [steps[-1].out] if isinstance(steps[-1], Pointwise) and \
-            not any(isinstance(step, Score) for step in behind) else []
+        scored = any(isinstance(step, Score) for step in behind)
+        frontier = [] if scored else [step.out for step in behind]
     for end in reversed(ends):
         try:
             chain = build(lens, site, steps[:end])
@@ -106,24 +106,46 @@ def _with_features_innermost(site: Site) -> list[Node]:
 
 def _behind(lens: Lens, site: Site, products: list[Product], first: bool,
             taken: Taken) -> list[Pointwise | Score]:
-    """What follows `products`: what is pointwise behind all of them, or the score of two of them with what
-    is pointwise in front of it and behind it."""
+    """What follows `products`: what is pointwise behind all of them; or what is pointwise behind single ones
+    (an activation, where q, k and v are made of the same norm), the score of two of them, and what is
+    pointwise behind that."""
     if any(bool(p.finish) != first for p in products):
         return []
     pointwise = _pointwise(lens, site, products, first, taken)
     if pointwise is not None:
         return [pointwise]
-    if first:
-        return []
-    scaled = [own for own in (_pointwise(lens, site, [p], False, taken) for p in products) if own is not None]
-    score = score_of(lens, site, [*products, *scaled], taken)
+    # (behind the one product there is, that has just been looked for)
+    each = [(product, own) for product in products if len(products) > 1 and
+            (own := _pointwise(lens, site, [product], first, taken)) is not None]
+    scaled = [own for _, own in each]
+    score = None if first else score_of(lens, site, [*products, *scaled], taken)
+    others = _apart(each, lambda group: _pointwise(lens, site, group, first, taken), lens.position)
     if score is None or (lens.tensor(score.out).requires_grad and not _spares_memory(lens, score)):
-        return []
+        return others
     found = [own for own in scaled if own.out in (score.query[0], score.key[0])]
+    found += [own for own in others if not any(own.nodes & operand.nodes for operand in found)]
     last = _pointwise(lens, site, [score], False, taken)
     # A score has a row of keys for each query: in training it is kept for nobody.
     kept = last is not None and lens.tensor(score.out).requires_grad and not is_additive(last.site.region)
     return [*found, score, *([] if last is None or kept else [last])]
+
+
+def _apart(each: Sequence[tuple[Product, Pointwise]], behind: Callable[[list[Product]], Pointwise | None],
+           position: Mapping[Node, int]) -> list[Pointwise]:
+    """What is pointwise behind single products, in order: gelu of fc1, where q, k and v are made of the same
+    norm. Two that share a node are one, `behind` both of their products: gate and up. Casts alone stay: who
+    reads them may take them in."""
+    groups: list[tuple[list[Product], Pointwise]] = []
+    for product, own in each:
+        group = [product]
+        while own is not None and (other := next((g for g in groups if g[1].nodes & own.nodes), None)):
+            groups.remove(other)
+            group += other[0]
+            own = behind(group)
+        if own is not None:
+            groups.append((group, own))
+    found = [own for _, own in groups if any(line.op != "cast" for line in own.site.region.body)]
+    return sorted(found, key=lambda own: position[own.out])
 
 
 def _saves_overwritten(lens: Lens, chain: ChainSite) -> bool:

@@ -27,7 +27,7 @@ from ..views import Step
 TO_CHANNELS_FIRST = Step.method("movedim", -1, 1)
 
 #: Copies whose result, where it is contiguous, has the elements in the order of what was copied.
-_COPIES = (REGROUPING_VIEWS | {"copy"}) - {"rearrange"}
+COPIES = (REGROUPING_VIEWS | {"copy"}) - {"rearrange"}
 
 
 def is_free(lens: Lens, site: Site, node: Node, taken: Taken) -> bool:
@@ -199,7 +199,7 @@ def _readers(lens: Lens, sources: set[Node]) -> set[Node]:
         for user in stack.pop().users:
             if lens.kind(user) in ("matmul", "bmm", "einsum"):
                 found.add(user)
-            elif user not in seen and (lens.is_view(user) or lens.kind(user) in _COPIES):
+            elif user not in seen and (lens.is_view(user) or lens.kind(user) in COPIES):
                 seen.add(user)
                 stack.append(user)
     return found
@@ -297,7 +297,7 @@ def _seen(lens: Lens, node: Node, order: list[int], sources: set[Node],
                 not isinstance(source.args[0], Node):
             return None
         if not lens.is_view(source):
-            if copy is not None or lens.kind(source) not in _COPIES or lens.tensor(source) is None:
+            if copy is not None or lens.kind(source) not in COPIES or lens.tensor(source) is None:
                 return None
             copy = source
         between.append(source)

@@ -13,7 +13,7 @@ from ascend_ln_fuse.kernels import compiling, fused_linear_plan, launch, setting
 from ascend_ln_fuse.kernels.chain_ops import chain_runner
 from ascend_ln_fuse.kernels.ops import runner
 from ascend_ln_fuse.loading import Example
-from ascend_ln_fuse.patterns import cats
+from ascend_ln_fuse.patterns import cat_places, cats
 from ascend_ln_fuse.trace import trace
 
 OFF = {"report": "off"}
@@ -70,8 +70,21 @@ class Joined(nn.Module):
         return torch.cat([self.norm_c(c[:, :3]), self.norm_q(q)], 1)
 
 
+class Placed(nn.Module):
+    """One of two products on a norm, whose gelu a cat takes; its place begins at an odd address."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.side = nn.LayerNorm(24), nn.Linear(24, 48), nn.Linear(24, 5)
+
+    def forward(self, x):
+        h = self.norm(x)
+        return torch.cat([torch.sin(self.side(h)), F.gelu(self.up(h))], 2)
+
+
 CASES = {"attention": (Attention, (2, 6, 64)), "block": (Block, (2, 6, 64)), "odd": (Odd, (2, 6, 24)),
-         "modulated": (Modulated, (2, 6, 24)), "joined": (Joined, (2, 6, 64))}
+         "modulated": (Modulated, (2, 6, 24)), "joined": (Joined, (2, 6, 64)),
+         "placed": (Placed, (2, 6, 24))}
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -79,14 +92,16 @@ CASES = {"attention": (Attention, (2, 6, 64)), "block": (Block, (2, 6, 64)), "od
 @pytest.mark.parametrize("name", CASES)
 def test_calls_wait_for_what_the_pass_has_begun(name, grad, dynamic, asked, monkeypatch):
     begun, waited = asked
-    monkeypatch.setattr(cats, "LEAST_BYTES", 1)
+    for module, limit, value in ((cats, "LEAST_BYTES", 1), (cat_places, "LEAST_RUN", 1),
+                                 (cat_places, "FEW_ROWS", 0)):
+        monkeypatch.setattr(module, limit, value)
     make, shape = CASES[name]
     model = make().bfloat16()
     compiled = torch.compile(model, backend="ascend_ln_fuse", options=OFF, dynamic=dynamic)
     with torch.set_grad_enabled(grad):
         compiled(torch.randn(shape).bfloat16())
     assert waited and set(waited) == set(begun)
-    if name == "joined" and not grad and not dynamic:
+    if not grad and (name == "joined" and not dynamic or name == "placed"):
         assert all("torch.cat" in site.note for site in last_reports()[-1].sites)
 
 

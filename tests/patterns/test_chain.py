@@ -147,6 +147,25 @@ class PostNorm(nn.Module):
         return self.last(self.fc2(F.gelu(self.fc1(h))) + h)
 
 
+class Parallel(nn.Module):
+    """GPT-J's and PaLM's: attention and feed-forward read one norm."""
+
+    def __init__(self, gated=False, before=False):
+        super().__init__()
+        self.attn, self.gated, self.before = Attention(), gated, before
+        self.fc1, self.up, self.fc2 = nn.Linear(C, 2 * C), nn.Linear(C, 2 * C), nn.Linear(2 * C, C)
+
+    def feed_forward(self, h):
+        return self.fc2(self.up(h) * F.silu(self.fc1(h)) if self.gated else F.gelu(self.fc1(h)))
+
+    def forward(self, x):
+        attn = self.attn
+        h = attn.norm(x)
+        first = self.feed_forward(h) if self.before else None
+        a = F.scaled_dot_product_attention(attn.q(h), attn.k(h), attn.v(h))
+        return x + a + (first if self.before else self.feed_forward(h))
+
+
 def quick_gelu(x):
     return x * torch.sigmoid(1.702 * x)
 
@@ -173,6 +192,9 @@ CASES = {
     "row 22, slices": Case(lambda: Packed(lambda z: (z[..., :2 * C], z[..., 2 * C:])),
                            ("linear -> silu mul -> linear",)),
     "row 23": Case(Attention, ("linear x3",)),
+    "parallel": Case(Parallel, ("linear x4 -> gelu -> linear",)),
+    "parallel, feed-forward first": Case(lambda: Parallel(before=True), ("linear x4 -> gelu -> linear",)),
+    "parallel, gated": Case(lambda: Parallel(gated=True), ("linear x5 -> silu mul -> linear",)),
     "two linears": Case(Two, ("linear -> linear",)),
     "matmul": Case(MatMul, ("linear -> relu",)),
     "post-norm": Case(PostNorm, ("linear -> gelu -> linear", ""), inputs=2),
@@ -216,6 +238,30 @@ class Ends(nn.Module):
 
     def forward(self, x):
         return self.between(self.fc1(self.norm(x)), self.fc2)
+
+
+class TwoBehindOne(nn.Module):
+    """Each of two products on one norm is read by something pointwise."""
+
+    def __init__(self, first, second):
+        super().__init__()
+        self.first, self.second = first, second
+        self.norm, self.fc1, self.fc2 = nn.LayerNorm(C), nn.Linear(C, C), nn.Linear(C, C)
+
+    def forward(self, x):
+        h = self.norm(x)
+        return self.first(self.fc1(h)), self.second(self.fc2(h))
+
+
+@pytest.mark.parametrize("first, second, chain", [
+    (F.silu, F.gelu, "linear x2 -> silu -> gelu"),
+    (torch.sin, F.gelu, "linear x2 -> gelu"),
+    (lambda z: z.double(), F.gelu, "linear x2 -> gelu"),  # a cast alone
+    (lambda z: F.silu(z).sin() + z, F.gelu, "linear x2 -> gelu"),  # silu is not all that reads the product
+], ids=["both", "one", "cast", "read twice"])
+def test_pointwise_behind_one_of_two(first, second, chain):
+    check(TwoBehindOne(first, second), torch.randn(2, T, C), fused=1)
+    assert chains() == [chain]
 
 
 @pytest.mark.parametrize("between, chain", [
@@ -353,7 +399,7 @@ def _transformers(name):
     config = transformers.WhisperConfig(d_model=64, encoder_layers=2, encoder_attention_heads=4,
                                         encoder_ffn_dim=128, max_source_positions=50, num_mel_bins=16)
     return WhisperEncoder(config), {"input_features": torch.randn(1, 16, 100)}, [
-        *["linear x3", "linear -> gelu -> linear"] * 2, ""]
+        *["linear x3 -> mul", "linear -> gelu -> linear"] * 2, ""]
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
