@@ -49,6 +49,8 @@ BOUND = r"tl\.maximum\((.*), (EPS_v0|eps), propagate_nan=.*?ALL\)"
 MISTAKES = {
     "normalize": {"eps added": (BOUND, r"(\1 + eps)"),
                   "no eps": (BOUND, r"(\1)"),
+                  "eps ten times too large": (BOUND, r"tl.maximum(\1, 10.0 * \2)"),
+                  "eps ten times too small": (BOUND, r"tl.maximum(\1, 0.1 * \2)"),
                   "no root": (r"tl\.sqrt\((.*?)\)", r"(\1)"),
                   "the mean": (r"tl\.sqrt\((.*?)\)", r"tl.sqrt(\1 * 0.0078125)"),
                   "a weight left out": (r" \* w\b", "")},
