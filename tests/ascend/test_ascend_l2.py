@@ -43,12 +43,15 @@ def test_proven(name, eps, dtype, lane, kernel_cache):
 
 
 #: `max(length, eps)`, of the length
-BOUND = r"tl\.maximum\((.*), (EPS_v0|eps), propagate_nan=.*?ALL\)"
+BOUND = r"tl\.maximum\((.*), (EPS_v0|eps), (propagate_nan=.*?ALL)\)"
 
 #: op -> name -> (pattern, replacement) in a kernel's source
 MISTAKES = {
     "normalize": {"eps added": (BOUND, r"(\1 + eps)"),
                   "no eps": (BOUND, r"(\1)"),
+                  "eps ten times too large": (BOUND, r"tl.maximum(\1, 10.0 * \2, \3)"),
+                  "eps ten times too small": (BOUND, r"tl.maximum(\1, 0.1 * \2, \3)"),
+                  "NaN lost": (BOUND, r"tl.maximum(\1, \2)"),
                   "no root": (r"tl\.sqrt\((.*?)\)", r"(\1)"),
                   "the mean": (r"tl\.sqrt\((.*?)\)", r"tl.sqrt(\1 * 0.0078125)"),
                   "a weight left out": (r" \* w\b", "")},
