@@ -348,6 +348,13 @@ def written_by_an_op_that_has_it(h, x, other):
     return r * y
 
 
+def written_since_by_an_op_that_is_known(h, x, other):
+    y = unknown(h)
+    h.add_(1)
+    r = slices(h)
+    return r * y
+
+
 def seen_by_an_unknown_op(h, x, other):
     return unknown(slices(h))
 
@@ -375,7 +382,8 @@ def made_by_an_unknown_op(h, x, other):
 
 
 TOLD = (returned, view_returned, identity_returned, returned_in_a_tuple, written, view_written,
-        source_written, piece_written, written_by_an_op_that_has_it, seen_by_an_unknown_op, input_written,
+        source_written, piece_written, written_by_an_op_that_has_it,
+        written_since_by_an_op_that_is_known, seen_by_an_unknown_op, input_written,
         another_input_written, input_that_an_unknown_op_may_write, made_by_an_unknown_op)
 
 
@@ -425,12 +433,19 @@ def cat_of_cats(h, x, other):
     return F.layer_norm(r, (WIDTH,)), h
 
 
+def cat_of_a_view_of_a_cat(h, x, other):
+    r = slices(h).unflatten(-1, (4, 4))
+    r = torch.cat(r.split(2, 2), 2)
+    return F.layer_norm(r[:, 1:], (4,)) + r[:, 1:].unsqueeze(0).sum(), h
+
+
 def with_a_clone_returned(h, x, other):
     return slices(h).clone(), h
 
 
 SECRET = (written_before, piece_written_before, all_written_between, source_returned, of_an_input,
-          of_an_input_with_a_mode_behind, unknown_op_elsewhere, known_op, cat_of_cats, with_a_clone_returned)
+          of_an_input_with_a_mode_behind, unknown_op_elsewhere, known_op, cat_of_cats, cat_of_a_view_of_a_cat,
+          with_a_clone_returned)
 
 
 def on_fresh(f):
