@@ -13,7 +13,7 @@ tensor's gradient would be summed in another order.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -33,11 +33,7 @@ def without_needless_cats(graph: Graph) -> tuple[Graph, str]:
     if not found:
         return graph, ""
     copied, env = copy_graph(graph)
-    left_out = []
-    for cat, source in found.items():
-        left_out.append(env[cat])
-        _replace(graph, cat, source, env)
-    erase_unread(copied, left_out, _is_pure)
+    erase_unread(copied, _replace(graph, found, env), _is_pure)
     which = "1 cat of all pieces of a tensor is" if len(found) == 1 else \
         f"{len(found)} cats of all pieces of a tensor are"
     return copied, f"{which} not made: the tensor itself is read"
@@ -129,7 +125,7 @@ class _Memory:
             if is_fence(node):
                 continue
             for key in effect.writes:
-                self.last_write[key] = position
+                self.last_write[key] = max(position, self._last_write(key))
             if WORLD in effect.writes:
                 known = (effect.writes | lens.storages(node)) - {WORLD}
                 self.last_write.update(dict.fromkeys(known, math.inf))
@@ -152,29 +148,34 @@ class _Memory:
 
 def _can_move(view: torch.Tensor, whole: torch.Tensor) -> bool:
     """Whether a fake that may be a view of `whole` can be made as one of another tensor (`_replace`)."""
-    return storage_key(view) != storage_key(whole) or \
-        (_is_plain(view) and view.dtype == whole.dtype)
+    return storage_key(view) != storage_key(whole) or (_is_plain(view) and view.dtype == whole.dtype)
 
 
-def _replace(graph: Graph, cat: Node, source: Node, env: dict[Node, Node]) -> None:
-    """In the copied graph, have `source` read in the place of `cat`, and the fakes of its views be views of
-    that."""
-    made = storage_key(value_of(cat))
-    base = value_of(env[source])
+def _replace(graph: Graph, found: Mapping[Node, Node], env: dict[Node, Node]) -> list[Node]:
+    """In the copied graph, have the tensors read in the place of their cats, and the fakes of the cats' views
+    be views of them. Returns the copies of the cats."""
+    left_out = []
+    bases: dict = {}  # storage of a cat -> the fake of what is read instead
 
     def moved(view: torch.Tensor) -> torch.Tensor:
-        if storage_key(view) != made:
+        base = bases.get(storage_key(view))
+        if base is None:
             return view
         with quietly(base), torch.no_grad():
             return base.as_strided(view.shape, view.stride(), view.storage_offset())
 
     for node in graph.nodes:
-        if node is not cat and made in storages_of(node):
+        if node in found:
+            source = env[found[node]]
+            bases[storage_key(value_of(node))] = value_of(source)
+            env[node].replace_all_uses_with(source)
+            left_out.append(env[node])
+            env[node] = source
+        elif not bases.keys().isdisjoint(storages_of(node)):
             meta = env[node].meta
             name = "example_value" if "example_value" in meta else "val"
             meta[name] = tree_map_only(torch.Tensor, moved, meta[name])
-    env[cat].replace_all_uses_with(env[source])
-    env[cat] = env[source]
+    return left_out
 
 
 def _is_pure(node: Node) -> bool:

@@ -1,22 +1,28 @@
 """A cat of all pieces of one tensor is not made; every other one is."""
 
-import random
-
 import pytest
 import torch
-from checks import assert_within_bound
+from cat_pieces import (
+    BATCH,
+    NOTE,
+    TEXT,
+    TOKENS,
+    WIDTH,
+    assert_as_eager,
+    cats,
+    check,
+    compiled,
+    example,
+    slices,
+)
 from torch import nn
 from torch.nn import functional as F
 
 from ascend_ln_fuse import Options, backend, last_reports
 from ascend_ln_fuse.graph import Lens
-from ascend_ln_fuse.loading import Example
 from ascend_ln_fuse.simplify import simplified
-from ascend_ln_fuse.trace import trace
 
-BATCH, TEXT, TOKENS, WIDTH = 2, 3, 8, 16
 SCALE = nn.Parameter(torch.ones(1))
-NOTE = "1 cat of all pieces of a tensor is not made: the tensor itself is read"
 
 
 @pytest.fixture
@@ -40,29 +46,6 @@ def _(x):
 @torch._dynamo.allow_in_graph
 def unknown(x):
     return x + 1
-
-
-def example(seed=0, shape=(BATCH, TOKENS, WIDTH)):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def compiled(f, **options):
-    torch._dynamo.reset()
-    return torch.compile(f, backend="ascend_ln_fuse", options={"report": "off", **options})
-
-
-def assert_as_eager(ours, eager):
-    for a, b in zip(ours, eager, strict=True):
-        assert torch.equal(a, b) and a.stride() == b.stride()
-
-
-def cats(graph):
-    return [node for node in graph.nodes if getattr(node.target, "__name__", "") in
-            ("cat", "concat", "concatenate")]
-
-
-def slices(h):
-    return torch.cat([h[:, :TEXT], h[:, TEXT:]], dim=1)
 
 
 def from_the_end(h):
@@ -365,6 +348,13 @@ def written_by_an_op_that_has_it(h, x, other):
     return r * y
 
 
+def written_since_by_an_op_that_is_known(h, x, other):
+    y = unknown(h)
+    h.add_(1)
+    r = slices(h)
+    return r * y
+
+
 def seen_by_an_unknown_op(h, x, other):
     return unknown(slices(h))
 
@@ -392,7 +382,8 @@ def made_by_an_unknown_op(h, x, other):
 
 
 TOLD = (returned, view_returned, identity_returned, returned_in_a_tuple, written, view_written,
-        source_written, piece_written, written_by_an_op_that_has_it, seen_by_an_unknown_op, input_written,
+        source_written, piece_written, written_by_an_op_that_has_it,
+        written_since_by_an_op_that_is_known, seen_by_an_unknown_op, input_written,
         another_input_written, input_that_an_unknown_op_may_write, made_by_an_unknown_op)
 
 
@@ -442,42 +433,19 @@ def cat_of_cats(h, x, other):
     return F.layer_norm(r, (WIDTH,)), h
 
 
+def cat_of_a_view_of_a_cat(h, x, other):
+    r = slices(h).unflatten(-1, (4, 4))
+    r = torch.cat(r.split(2, 2), 2)
+    return F.layer_norm(r[:, 1:], (4,)) + r[:, 1:].unsqueeze(0).sum(), h
+
+
 def with_a_clone_returned(h, x, other):
     return slices(h).clone(), h
 
 
 SECRET = (written_before, piece_written_before, all_written_between, source_returned, of_an_input,
-          of_an_input_with_a_mode_behind, unknown_op_elsewhere, known_op, cat_of_cats, with_a_clone_returned)
-
-
-def memory(*values):
-    """Which of the tensors share memory."""
-    found = [value.untyped_storage().data_ptr() for value in flat(values)]
-    return [found.index(pointer) for pointer in found]
-
-
-def flat(value):
-    return [value] if isinstance(value, torch.Tensor) else [one for item in value for one in flat(item)]
-
-
-def both(f, *inputs, same_inputs=False):
-    """Results and inputs, as eager leaves them and as we do."""
-    found = []
-    for call in (f, compiled(f)):
-        given = [one.clone() for one in inputs]
-        given = [given[0]] * len(given) if same_inputs else given
-        with torch.no_grad():
-            result = flat([call(*given)])
-        found.append((result, given, memory(result, given)))
-    return found
-
-
-def check(f, *inputs, same_inputs=False):
-    """What is returned and what the inputs hold then, and which of them are one memory, as in eager."""
-    (eager, theirs, shared), (ours, mine, ours_shared) = both(f, *inputs, same_inputs=same_inputs)
-    assert_as_eager(ours, eager)
-    assert_as_eager(mine, theirs)
-    assert shared == ours_shared
+          of_an_input_with_a_mode_behind, unknown_op_elsewhere, known_op, cat_of_cats, cat_of_a_view_of_a_cat,
+          with_a_clone_returned)
 
 
 def on_fresh(f):
@@ -574,66 +542,11 @@ def test_pieces_of_two_sizes_that_vary(graphs):
     assert len(graphs) == 1 and len(cats(graphs[0])) == 1
 
 
-# -- what it is for
-
-
-class Single(nn.Module):
-    """A block of diffusers' FLUX with one stream (transformer_flux.py), with text and image apart between
-    blocks."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH, elementwise_affine=False, eps=1e-6)
-        self.emb, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, text, image, temb):
-        length = text.shape[1]
-        hidden = torch.cat([text, image], dim=1)
-        shift, scale, gate = self.emb(temb).chunk(3, dim=1)
-        residual = hidden
-        hidden = self.norm(hidden) * (1 + scale[:, None]) + shift[:, None]
-        hidden = gate.unsqueeze(1) * self.proj(hidden)
-        hidden = residual + hidden
-        return hidden[:, :length], hidden[:, length:]
-
-
-class Blocks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Single() for _ in range(3))
-
-    def forward(self, text, image, temb):
-        for block in self.blocks:
-            text, image = block(text, image, temb)
-        return image
-
-
-@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
-def test_the_add_above_the_cat_joins_the_norm(inner):
-    torch.manual_seed(0)
-    model = Blocks()
-    inputs = example(1, (BATCH, TEXT, WIDTH)), example(2), example(3, (BATCH, WIDTH))
-    with torch.no_grad():
-        ours, eager = compiled(model, inner=inner)(*inputs), model(*inputs)
-        assert_within_bound(ours, eager, model.double()(*(x.double() for x in inputs)))
-    report = last_reports()[-1]
-    assert report.notes == (NOTE.replace("1 cat", "2 cats").replace("tensor is", "tensor are"),)
-    assert [site.pattern.startswith("modulate -> layer_norm") for site in report.sites] == [False, True, True]
-
-
 def test_the_option_keeps_them(graphs):
     torch._dynamo.reset()
     with torch.no_grad():
         compiled(lambda x: slices(x) * 2, cats="keep")(example())
     assert cats(graphs[0]) and not last_reports()[-1].notes
-
-
-def test_explain_leaves_them_out_too():
-    """It has no values, but it needs none."""
-    inputs = example(1, (BATCH, TEXT, WIDTH)), example(2), example(3, (BATCH, WIDTH))
-    report, = trace(Example(Blocks(), inputs, {}))
-    assert report.notes == (NOTE.replace("1 cat", "2 cats").replace("tensor is", "tensor are"),)
-    assert [site.pattern.startswith("modulate -> layer_norm") for site in report.sites] == [False, True, True]
 
 
 def test_aten_graphs():
@@ -647,92 +560,3 @@ def test_aten_graphs():
     graph, notes = simplified(gm.graph, Options())
     assert notes == (NOTE,) and not cats(graph)
     assert torch.equal(torch.fx.GraphModule(gm, graph)(example()), f(example()))
-
-
-@pytest.mark.parametrize("name", ["FluxTransformer2DModel", "HunyuanVideoTransformer3DModel"])
-def test_diffusers(name):
-    diffusers = pytest.importorskip("diffusers")
-    torch.manual_seed(0)
-    build, inputs, left_out = MODELS[name]
-    model = getattr(diffusers, name)(**build).eval().requires_grad_(False)
-    given = {key: make() if callable(make) else make for key, make in inputs.items()}
-    with torch.no_grad():
-        ours = compiled(model, inner="eager")(**given, return_dict=False)[0]
-        eager = model(**given, return_dict=False)[0]
-        model = model.double()
-        exact = model(**{key: x.double() if torch.is_tensor(x) and x.is_floating_point() else x
-                         for key, x in given.items()}, return_dict=False)[0]
-    assert_within_bound(ours, eager, exact)
-    assert sum(f"{left_out} cats of all pieces" in note for report in last_reports()
-               for note in report.notes) == 1
-
-
-MODELS = {
-    "FluxTransformer2DModel": (
-        dict(patch_size=1, in_channels=4, num_layers=1, num_single_layers=3, attention_head_dim=16,
-             num_attention_heads=2, joint_attention_dim=32, pooled_projection_dim=32,
-             axes_dims_rope=(4, 4, 8)),
-        dict(hidden_states=lambda: torch.randn(1, 16, 4), encoder_hidden_states=lambda: torch.randn(1, 5, 32),
-             pooled_projections=lambda: torch.randn(1, 32), timestep=torch.tensor([1.0]),
-             img_ids=torch.zeros(16, 3), txt_ids=torch.zeros(5, 3)), 2),
-    # In each single block: what its attention joins of the norm's result, and takes apart at its end.
-    "HunyuanVideoTransformer3DModel": (
-        dict(in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=16, num_layers=1,
-             num_single_layers=2, num_refiner_layers=1, patch_size=2, patch_size_t=1, guidance_embeds=True,
-             text_embed_dim=16, pooled_projection_dim=8, rope_axes_dim=(4, 4, 8)),
-        dict(hidden_states=lambda: torch.randn(1, 4, 2, 8, 8), timestep=torch.tensor([1]),
-             encoder_hidden_states=lambda: torch.randn(1, 5, 16),
-             encoder_attention_mask=torch.ones(1, 5), pooled_projections=lambda: torch.randn(1, 8),
-             guidance=torch.tensor([1.0])), 5),
-}
-
-
-# -- programs drawn at random
-
-
-def program(draw: random.Random) -> str:
-    """A function of three tensors in which pieces are cut, joined, written and returned."""
-    lines = ["def f(x, y, z):", "    h = x * 2"]
-    names, small = ["x", "y", "h"], []
-    for number in range(draw.randint(3, 8)):
-        one = draw.choice(names)
-        cut = draw.randint(1, TOKENS - 1)
-        apart = f"t{number}, u{number} = {one}[:, :{cut}], {one}[:, {cut}:]; "
-        lines.append("    " + draw.choice([
-            apart + f"c{number} = torch.cat([t{number}, u{number}], 1)",
-            f"c{number} = torch.cat({one}.split({cut}, 1), 1)",
-            f"c{number} = torch.cat([{one}[:, :{cut}], {draw.choice(names)}[:, {cut}:]], 1)",
-            f"c{number} = {one}.view({BATCH}, {TOKENS}, {WIDTH})",
-            f"c{number} = {one} + {draw.choice(names)}",
-            f"c{number} = {one}.add_({draw.choice(names)})",
-            f"c{number} = {one}; {one}[:, :{cut}].mul_(2)",
-            f"c{number} = {one}; {one}[:, {cut}:] = {draw.choice(names)}[:, {cut}:]",
-            f"c{number} = F.layer_norm({one}, ({WIDTH},))",
-            f"c{number} = F.dropout({one}, 0.5, False)",
-        ]))
-        names.append(f"c{number}")
-        if apart in lines[-1]:
-            small = [f"t{number}", f"u{number}"]
-    results = [f"{name} * 2" if draw.random() < 0.6 else name
-               for name in draw.sample(names, 2) + draw.sample(small, min(1, len(small)))]
-    return "\n".join([*lines, f"    return {', '.join(results)}"])
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_programs_at_random(seed):
-    text = program(random.Random(seed))
-    scope = {"torch": torch, "F": F}
-    exec(text, scope)
-    print(text)
-    check(scope["f"], example(), example(1), example(2))
-
-
-def test_that_programs_have_something_to_leave_out():
-    left_out = 0
-    for seed in range(60):
-        scope = {"torch": torch, "F": F}
-        exec(program(random.Random(seed)), scope)
-        with torch.no_grad():
-            compiled(scope["f"])(example(), example(1), example(2))
-        left_out += bool(last_reports()[-1].notes)
-    assert left_out > 10
