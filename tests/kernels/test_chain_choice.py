@@ -179,7 +179,7 @@ def test_the_activation_in_the_product_is_a_way_like_others(clock, us, way):
     ({"found": 1.1}, "other results than the library"),
     ({"within": lambda found: False}, "other results than the library"),
     ({"found": RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")}, "CUBLAS_STATUS_NOT_SUPPORTED"),
-], ids=str)
+], ids=["other results", "beyond the bound", "it raises"])
 @pytest.mark.parametrize("unsupported", [None, "no kernel for fp32"])
 def test_an_activation_in_the_product_that_is_wrong_or_fails(clock, unsupported, changes, words):
     clock.update({ACTIVATED: 1.0})
