@@ -311,8 +311,9 @@ class Grower:
             return self._down_through(readers[0], node, twins)
         if len(readers) == 1 and not self.heads and self._sees_heads(node):
             heads = heads_below(self.lens, node, readers[0], self._mine)
-            if heads is not None:
-                return self._down_heads(heads, node, twins)
+            leaves = None if heads is None else self._down_heads(heads, twins)
+            if leaves is not None:
+                return leaves
         if len(readers) == 1 and not twins and (axis := self._lane_moved_to(readers[0], node)) is not None:
             return self._down_through(readers[0], node, twins, axis)
         composites = self._rotations(node, twins)
@@ -420,9 +421,9 @@ class Grower:
         return self._rotates() and not self.stored and len(self.norms) == 1 and \
             self.norms[0].lane <= MAX_LANE and same_shape(self.lens.tensor(node).shape, self.space)
 
-    def _down_heads(self, heads: Heads, node: Node, twins: list[Node]) -> list[Node]:
-        """Go on below views that make heads of the lane, where a rotary embedding is: what is only pointwise
-        is as well done by others."""
+    def _down_heads(self, heads: Heads, twins: list[Node]) -> list[Node] | None:
+        """Go on below views that make heads of the lane, where a rotary embedding is; None where none is:
+        what is pointwise is as well done by others, and such a view may be part of a rotation of pairs."""
         kept = {name: copy(getattr(self, name)) for name in
                 ("interior", "below", "followed", "stored", "composites", "templates", "space")}
         self.heads, self.space = (heads,), self.lens.tensor(heads.view).shape
@@ -433,7 +434,7 @@ class Grower:
             return leaves
         self.heads = ()
         vars(self).update(kept)
-        return [node]
+        return None
 
     def _absorbs_reader(self, reader: Node, node: Node, twins: list[Node], fellows: list[Node]) -> bool:
         lens = self.lens
