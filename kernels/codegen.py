@@ -391,19 +391,33 @@ class Generator:
         if self.target.precise and self.compute == "f32" and self.half:
             # An ulp or so of fp32 is lost where half precision rounds it away; the correctly rounded forms
             # take 5% of a kernel of 1 MB, with all rows of a tile waiting.
-            return f"tl.rsqrt({text})"
+            return self._instruction("tl.rsqrt", "rsqrt.approx.ftz.f32", text)
         return self._quotient("1.0", self._sqrt(text))
 
     def _sqrt(self, text: str) -> str:
-        return f"tl.sqrt_rn({text})" if self._correctly else f"tl.sqrt({text})"
+        if not self._correctly:
+            return f"tl.sqrt({text})"
+        return self._instruction("tl.sqrt_rn", "sqrt.rn.f32", text)
 
     def _quotient(self, text: str, divisor: str) -> str:
-        return f"tl.div_rn({text}, {divisor})" if self._correctly else f"{text} / {divisor}"
+        if not self._correctly:
+            return f"{text} / {divisor}"
+        return self._instruction("tl.div_rn", "div.rn.f32", text, divisor)
 
     @property
     def _correctly(self) -> bool:
         """Whether roots and quotients are rounded correctly, where the target has them so."""
         return self.target.precise and self.compute == "f32" and not self.half
+
+    def _instruction(self, function: str, ptx: str, *operands: str) -> str:
+        """Triton's `function` of fp32 operands as the PTX instruction that it becomes, where that may be
+        written. Triton takes the function from libdevice; to link that is a fifth of what a norm's kernel
+        costs to compile, ptxas apart, and holds the GIL."""
+        if not self.target.ptx:
+            return f"{function}({', '.join(operands)})"
+        places = ", ".join(f"${i}" for i in range(len(operands) + 1))
+        return (f'tl.inline_asm_elementwise("{ptx} {places};", "={",".join("f" * (len(operands) + 1))}", '
+                f"[{', '.join(operands)}], tl.float32, is_pure=True, pack=1)")
 
     def _mean(self, total: str) -> str:
         """A true division, once a row: D times one value gives that value back, and a row of equal
@@ -412,7 +426,7 @@ class Generator:
         if self.lane & (self.lane - 1) == 0:
             return f"{total} * {self._share}"
         if self.target.precise and self.compute == "f32":
-            return f"tl.div_rn({total}, {float(self.lane)!r})"
+            return self._instruction("tl.div_rn", "div.rn.f32", total, repr(float(self.lane)))
         return f"{total} / {float(self.lane)!r}"
 
     def _corrects(self, line: Line) -> bool:

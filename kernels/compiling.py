@@ -12,13 +12,14 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import TypeVar
 
+from .parsing import parsers_apart
 from .settings import COMPILE_SECONDS, compile_seconds
 
 T = TypeVar("T")
 
-#: Whether threads may parse at any time. Where not (see parsing.py), no thread works ahead before a call
-#: waits for a kernel: until then it could disturb Dynamo, which parses the guards of the graph at hand.
-PARSERS_APART = sys.version_info >= (3, 13)
+#: Where threads may not parse at any time, none works ahead before a call waits for a kernel: until then it
+#: could disturb Dynamo, which parses the guards of the graph at hand.
+PARSERS_APART = parsers_apart(sys.version_info[:3])
 
 #: Threads that compile ahead, at most; there are no more than processors.
 MOST_WORKERS = 16

@@ -28,6 +28,7 @@ class Target:
             provable alignment).
         precise: tl.sqrt and division are approximate; the correctly rounded forms exist.
         cache_hints: loads may say what they leave in the caches (GPUs).
+        ptx: instructions of NVIDIA's PTX may be written in a kernel.
         dtypes: dtype words that it can load, store and compute in.
         eager_buffers: the compiler holds every loaded and stored tile twice before it saves memory
             elsewhere (Ascend 950); else it reuses buffers first.
@@ -49,10 +50,12 @@ class Target:
     lanes_across: bool = True
     eager_buffers: bool = False
     cache_hints: bool = False
+    ptx: bool = False
 
     def interpreted(self) -> Target:
         """The same rules, run by Triton's interpreter on CPU tensors."""
-        return replace(self, name=f"{self.name} (interpreter)", backend="interpreter")
+        return replace(self, name=f"{self.name} (interpreter)", backend="interpreter",
+                       ptx=False)
 
 
 @lru_cache(maxsize=64)

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -266,3 +267,15 @@ def test_activations_keep_their_digits(word):
     got, = run(r, [x], [], CUDA)
     least = 2.0**-24 if word == "hardswish" else 0.0  # x + 3 next to 0
     torch.testing.assert_close(got.double(), torch_function(word)(x.double()), rtol=2.0**-20, atol=least)
+
+
+@pytest.mark.parametrize("dtype, instructions", [("bf16", ["rsqrt.approx.ftz.f32"]),
+                                                 ("f32", ["div.rn.f32", "div.rn.f32", "sqrt.rn.f32"])])
+def test_instructions_are_written_for_nvidia_alone(dtype, instructions):
+    """They are what Triton would take from libdevice, which takes long to link."""
+    r = region("layer_norm", 96 if dtype == "f32" else 128, dtype)
+    inputs, gpu = inputs_for(r, (2, 5)), cuda.describe("sm_90", 4)
+    written, spelled = (make(r, inputs, target)[0].source for target in (gpu, replace(gpu, ptx=False)))
+    assert sorted(re.findall(r'elementwise\("([\w.]+) ', written)) == instructions
+    assert not re.search(r"tl\.(rsqrt|div_rn|sqrt_rn)", written) and not re.search("elementwise", spelled)
+    assert len(re.findall(r"tl\.(?:rsqrt|div_rn|sqrt_rn)", spelled)) == len(instructions)

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from ascend_ln_fuse.kernels.parsing import MISMATCH, parsing
+from ascend_ln_fuse.kernels.parsing import MISMATCH, parsers_apart, parsing
 
 SOURCE = "def kernel():\n" + "\n".join(f"    x{i} = (a + {i}) * b[{i}]" for i in range(2000))
 
@@ -78,3 +78,11 @@ def test_what_lasts_is_raised():
 
     with pytest.raises(SystemError, match=MISMATCH):
         parsing(work)
+
+
+@pytest.mark.parametrize("version, apart", [
+    ((3, 10, 14), True), ((3, 11, 0), False), ((3, 11, 7), False), ((3, 11, 8), True), ((3, 12, 1), False),
+    ((3, 12, 2), True), ((3, 13, 0), True)])
+def test_versions_whose_threads_parse_at_once(version, apart):
+    """gh-106905: mended in 3.11.8 and 3.12.2; 3.10 does not count."""
+    assert parsers_apart(version) is apart
