@@ -6,7 +6,7 @@ import pytest
 import torch
 from checks import assert_within_bound
 
-from fuzz.check import Mismatch, _Session, check
+from fuzz.check import Call, Mismatch, _Session, check
 from fuzz.mutants import MUTANTS, programs_until_found
 from fuzz.program import Parameter, Program, Step
 from fuzz.reduce import reduced
@@ -110,5 +110,5 @@ def test_a_failing_program_is_made_small():
 def test_a_module_keeps_its_weights_in_the_compiled_form():
     session = _Session(replace(PROGRAM, module=True))
     for seed in (0, 1):
-        eager, ours = session.run(seed, 4), session.run(seed, 4, compiled=True)
+        eager, ours = session.run(seed, Call()), session.run(seed, Call(), compiled=True)
         assert torch.equal(eager.values[0], ours.values[0])
