@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from unittest import mock
@@ -20,6 +20,7 @@ from ascend_ln_fuse import clear_reports, last_reports
 from ascend_ln_fuse.backend import fuse_graph
 from ascend_ln_fuse.kernels import chain_choice
 from ascend_ln_fuse.kernels.chain_choice import LIBRARY, ONE_KERNEL, Choice
+from ascend_ln_fuse.kernels.chain_ops import chain_runner
 from ascend_ln_fuse.kernels.ops import runner
 from ascend_ln_fuse.options import Options
 from ascend_ln_fuse.patterns import cats
@@ -129,11 +130,17 @@ def _environment(program: Program) -> Iterator[None]:
         if not interpreted:
             yield
             return
-        runner.cache_clear()  # plans remember where they run
         try:
+            _forget_plans()
             yield
         finally:
-            runner.cache_clear()
+            _forget_plans()
+
+
+def _forget_plans() -> None:
+    """They remember where they run."""
+    runner.cache_clear()
+    chain_runner.cache_clear()
 
 
 def _measured_before(key: str, configs: Sequence) -> Choice:
@@ -297,16 +304,16 @@ class _Session:
             except Exception as error:
                 return Run(error=error)
 
-    def _called(self, call: Call, function: Callable, arguments: Sequence, memory: list[torch.Tensor]):
-        for _ in range(CALLS_BEFORE.get(call.name, 0)):
-            function(*arguments)
+    def _called(self, call: Call, function: Callable, arguments: Sequence, memory: list) -> list:
+        """What the call yields, and then what earlier calls with the same arguments have yielded, as it is
+        now: no later call may change it otherwise than eager's does."""
+        before = [[t.detach() for t in tensors(function(*arguments))]
+                  for _ in range(CALLS_BEFORE.get(call.name, 0))]
         if call.name == "written between":
             with torch.no_grad():
                 eval(WRITE_BETWEEN, {"memory": memory})
-        if call.name not in CALL_MODES:
-            return function(*arguments)
-        with eval(CALL_MODES[call.name], self.scope):
-            return function(*arguments)
+        with eval(CALL_MODES[call.name], self.scope) if call.name in CALL_MODES else nullcontext():
+            return [function(*arguments), *before]
 
     def _compile(self, made: Callable, arguments: Sequence) -> tuple[Callable, Callable]:
         """What was compiled (once), with the weights of `made`, and its compiled form."""

@@ -99,14 +99,13 @@ EMBEDDED = ("{x} * {c} + {r} * {s}", "{r} * {s} + {x} * {c}", "({x} * {c}) + ({r
 TABLES = ("{0}", "{0}[:, None]", "{0}[None]", "{0}.unsqueeze(1)", "{0}[None, :, None]", "{0}[None, None]")
 
 
-@step(3)
+@step(4)
 def rotary_pair(b: Builder, g: Genes) -> None:
     """The rotary embeddings of q and k by common tables, before anything is normalised or behind it."""
-    def even(t):
-        return rows(t) and t.shape[-1] % 2 == 0
-
-    q = b.pick(g[0], even)
+    q = _value(b, g[0], (3, 4), (BATCH, 2, 5, 8))
     t = b.tensor(q)
+    if t.shape[-1] % 2:
+        raise NoFit
     if g[1] % 2:
         k = b.parameter(tuple(t.shape), str(t.dtype).removeprefix("torch."))
     else:
