@@ -275,6 +275,24 @@ def test_a_weight_made_of_the_input_is_read_in_time():
     check(Model().eval(), torch.randn(2, T, C), fused=1)
 
 
+def by_addmm(h, w, b):
+    return torch.addmm(b, h.view(-1, C), w.t()).view(h.shape)
+
+
+@pytest.mark.parametrize("product, bias", [
+    (F.linear, (1,)), (F.linear, ()), (F.linear, (T, C)), (F.linear, (1, C)), (by_addmm, (1,))],
+    ids=lambda value: getattr(value, "__name__", str(value)))
+def test_a_bias_that_broadcasts_ends_a_chain(product, bias):
+    """PyTorch adds it to each row; a kernel, which reads a number for each feature, refuses it."""
+    def model(x, w, b):
+        return product(F.rms_norm(x, (C,)), w, b)
+
+    given = [torch.randn(shape) for shape in ((1, T, C), (C, C), bias)]
+    compiled = torch.compile(model, backend="ascend_ln_fuse", options={"report": "off"})
+    assert torch.equal(compiled(*given), model(*given))
+    assert chains() == [""]
+
+
 def test_weight_written_in_between():
     class Model(nn.Module):
         def __init__(self):
