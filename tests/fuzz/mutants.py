@@ -163,7 +163,8 @@ MUTANTS = {
 }
 
 
-def programs_until_found(mutants: Mapping[str, Mutant], most: int, number: int = 1) -> dict[str, int]:
+def programs_until_found(mutants: Mapping[str, Mutant], most: int, number: int = 1,
+                         say: Callable[[str], None] = lambda words: None) -> dict[str, int]:
     """For each of `mutants` that is found, the number of programs until one differs from eager; tried are
     `most`, the same for all.
 
@@ -190,6 +191,7 @@ def programs_until_found(mutants: Mapping[str, Mutant], most: int, number: int =
                 if not right:
                     found[name] = made
                     del waiting[name]
+                    say(f"{name}: found after {made} programs")
         if not waiting:
             raise AllFound
 
@@ -258,9 +260,9 @@ def main(graphs: int, number: int, only: tuple[str, ...]) -> None:
     chosen = {name: mutant for name, mutant in MUTANTS.items()
               if not only or any(part in name for part in only)}
     _start()
-    found = programs_until_found(chosen, graphs, number)
-    for name in chosen:
-        click.echo(f"{name}: {f'found after {found[name]} programs' if name in found else 'not found'}")
+    found = programs_until_found(chosen, graphs, number, click.echo)
+    for name in chosen.keys() - found.keys():
+        click.echo(f"{name}: not found")
     click.echo(f"{len(found)} of {len(chosen)} found in {graphs} programs")
 
 
