@@ -59,6 +59,11 @@ class Mutant:
         finally:
             function.__code__ = original
 
+    @property
+    def code(self) -> CodeType:
+        """Of the function as it is."""
+        return self._changed[0].__code__
+
     @cached_property
     def _changed(self) -> tuple[FunctionType, CodeType]:
         """(the function, its code with the bug)."""
@@ -217,17 +222,19 @@ def _changed_graphs(mutants: Mapping[str, Mutant]) -> Iterator[set[str]]:
 
     def compared(function: Callable) -> Callable:
         def run(*args):
-            result = function(*args)
+            with _called() as codes:
+                result = function(*args)
             plain = _text(result)
             for name, mutant in mutants.items():
-                if mutant.where == PASS and name not in changed:
-                    try:
-                        with mutant.active():
-                            differs = _text(function(*args)) != plain
-                    except Exception:
-                        differs = True
-                    if differs:
-                        changed.add(name)
+                if name in changed or mutant.where != PASS or mutant.code not in codes:
+                    continue
+                try:
+                    with mutant.active():
+                        differs = _text(function(*args)) != plain
+                except Exception:
+                    differs = True
+                if differs:
+                    changed.add(name)
             return result
 
         return run
@@ -235,6 +242,17 @@ def _changed_graphs(mutants: Mapping[str, Mutant]) -> Iterator[set[str]]:
     with mock.patch.object(backend, "_fuse", compared(backend._fuse)), \
             mock.patch.object(backend, "without_needless_masks", compared(backend.without_needless_masks)):
         yield changed
+
+
+@contextmanager
+def _called() -> Iterator[set[CodeType]]:
+    """A set that fills, inside, with the code of what is called."""
+    codes: set[CodeType] = set()
+    sys.setprofile(lambda frame, event, _: codes.add(frame.f_code) if event == "call" else None)
+    try:
+        yield codes
+    finally:
+        sys.setprofile(None)
 
 
 def _text(made) -> list[str]:
