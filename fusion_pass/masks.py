@@ -6,7 +6,8 @@ mask, has to run a slower kernel than it does in eager. Such a mask is a constan
 computed once, here, and where it is all True the call gets no mask, where it is causal `is_causal=True`,
 which mean the same by the definition of torch.nn.functional.scaled_dot_product_attention. (But for scores
 that are Inf where the mask is not True: masks are added to them as -Inf, which gives NaN, and `is_causal`
-does not look at them.)
+does not look at them. And PyTorch's kernel for CPUs, which runs where there is no mask, gives 0 for a query
+that is NaN.)
 """
 
 from __future__ import annotations

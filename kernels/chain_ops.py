@@ -58,6 +58,12 @@ def chain_call(chain: Chain, self_check: str = DEFAULT_SELF_CHECK,
     return fused
 
 
+def _no_view(result: torch.Tensor) -> torch.Tensor:
+    """`result` as a tensor that the graph may write in place: torch's products of rows are views of matrices,
+    and autograd refuses that for a view that a Function returns."""
+    return torch.ops.aten._unsafe_view(result, result.shape) if result._is_view() else result
+
+
 class _Chain(torch.autograd.Function):
     @staticmethod
     def forward(ctx, run, scalars, *inputs):
@@ -65,6 +71,7 @@ class _Chain(torch.autograd.Function):
         ctx.scalars, ctx.count = scalars, len(inputs)
         ctx.set_materialize_grads(False)
         values = run.values(inputs, scalars, keep=chain.kept)
+        values.update((name, _no_view(values[name])) for name in chain.outputs)
         ctx.save_for_backward(*inputs, *(values[name] for name in chain.kept))
         return tuple(values[name] for name in chain.outputs)
 

@@ -84,11 +84,19 @@ def _operand(arg) -> tuple[Node, tuple[Step, ...]] | None:
     return (arg, ()) if isinstance(arg, Node) else None
 
 
+def _fits_bias(lens: Lens, bias: tuple[Node, tuple[Step, ...]] | None, features: int) -> bool:
+    """Whether a product of so many features has a bias with a number for each, or none. (PyTorch adds
+    whatever broadcasts.)"""
+    return bias is None or lens.tensor(bias[0]) is not None and \
+        same_shape(lens.tensor(bias[0]).shape, (features,))
+
+
 def _linear(lens: Lens, value: Node, node: Node) -> Product | None:
     if lens.kind(node) != "linear" or _argument(node, 0, "input") is not value:
         return None
     weight, bias = _operand(_argument(node, 1, "weight")), _operand(_argument(node, 2, "bias"))
-    if weight is None or lens.tensor(weight[0]) is None or lens.tensor(weight[0]).dim() != 2:
+    if weight is None or lens.tensor(weight[0]) is None or lens.tensor(weight[0]).dim() != 2 or \
+            not _fits_bias(lens, bias, lens.tensor(weight[0]).shape[0]):
         return None
     return Product(value, weight, bias, False, node, frozenset([node]))
 
@@ -118,7 +126,7 @@ def _rows(lens: Lens, value: Node, view: Node) -> Product | None:
             not same_shape(fake.shape[:-1], whole.shape[:-1]):
         return None
     bias, weight = _operand(product.args[0]), _operand(product.args[2])
-    if weight is None or bias is None or lens.tensor(bias[0]).dim() != 1:
+    if weight is None or bias is None or not _fits_bias(lens, bias, fake.shape[-1]):
         return None
     return Product(value, weight, bias, True, back, frozenset([view, product, back]))
 

@@ -130,6 +130,12 @@ class Builder:
         (self.inner if inner else self.names).extend(names)
         return names
 
+    def aside(self, text: str, feature: str) -> str:
+        """`v = text`, a value of any kind that only the step which makes it knows; its name."""
+        name = self._fresh()
+        self._run(f"{name} = {text}", feature)
+        return name
+
     def do(self, text: str, feature: str) -> None:
         """A statement that makes no new value. Raises NoFit where eager refuses it."""
         self._run(text, feature)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import NamedTuple
 from unittest import mock
+from zlib import crc32
 
 import torch
 from checks import NoRounding, assert_within_bound, tensors
@@ -16,10 +18,24 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ascend_ln_fuse import clear_reports, last_reports
 from ascend_ln_fuse.backend import fuse_graph
+from ascend_ln_fuse.kernels import chain_choice
+from ascend_ln_fuse.kernels.chain_choice import LIBRARY, ONE_KERNEL, Choice
+from ascend_ln_fuse.kernels.chain_ops import chain_runner
 from ascend_ln_fuse.kernels.ops import runner
 from ascend_ln_fuse.options import Options
+from ascend_ln_fuse.patterns import cats
 
-from .program import BATCH, CONTEXTS, SECOND_BATCH, Program
+from .hits import watched
+from .program import (
+    BATCH,
+    CALL_MODES,
+    CALLS,
+    CALLS_BEFORE,
+    CONTEXTS,
+    SECOND_BATCH,
+    WRITE_BETWEEN,
+    Program,
+)
 
 #: Draws of arguments over which errors are compared, as if all were one tensor, where those of one draw
 #: are out of bound: on a tensor of a few numbers eager is now and then right by luck.
@@ -32,6 +48,17 @@ OFF = Options(report="off")
 
 class Mismatch(AssertionError):
     """The compiled program differs from eager."""
+
+
+class Call(NamedTuple):
+    """A call of a program: with this batch size, and as a further call of that name (in CALLS) or none."""
+
+    batch: int = BATCH
+    name: str = ""
+
+    def memory(self, memory: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What the call gets in the place of fresh memory."""
+        return eval(CALLS[self.name], {"torch": torch, "memory": memory}) if self.name else memory
 
 
 @dataclass(frozen=True)
@@ -54,14 +81,15 @@ class Run:
 @dataclass(frozen=True)
 class Outcome:
     """The sites of all graphs of a program, how many of them took something along, how many of its calls
-    raised as in eager, and whether Dynamo alone (backend="eager") differs from eager, and this backend only
-    as Dynamo does."""
+    raised as in eager, and whether PyTorch's own tracing alone (Dynamo, make_fx) differs from eager, and this
+    backend only as that does. `hits`: which parts of the pass had something to do (hits.py)."""
 
     fused: int
     declined: int
     grown: int = 0
     errors: int = 0
     foreign: bool = False
+    hits: frozenset[str] = field(default_factory=frozenset)
 
 
 def check(program: Program) -> Outcome:
@@ -72,16 +100,14 @@ def check(program: Program) -> Outcome:
             what is written into arguments, gradients, the error raised, or the number of graphs.
     """
     clear_reports()
-    with _environment(program):
+    with _environment(program), watched() as hits:
         session, foreign = _Session(program), False
         try:
             errors = session.compare()
         except Mismatch:
-            if program.route == "aten":
-                raise
-            dynamo = _Session(program, "aot_eager" if program.route == "aot_eager" else "eager")
+            traced = _Session(program, "aot_eager" if program.route == "aot_eager" else "eager")
             try:
-                errors, foreign = session.compare(dynamo), True
+                errors, foreign = session.compare(traced), True
             except Mismatch:
                 foreign = False
             if not foreign:
@@ -89,23 +115,40 @@ def check(program: Program) -> Outcome:
         sites = session.sites or [site for report in last_reports() for site in report.sites]
         fused = sum(site.status == "fused" for site in sites)
         grown = sum(site.status == "fused" and " -> " in site.pattern for site in sites)
-        return Outcome(fused, len(sites) - fused, grown, errors, foreign)
+        return Outcome(fused, len(sites) - fused, grown, errors, foreign, frozenset(hits))
 
 
 @contextmanager
 def _environment(program: Program) -> Iterator[None]:
-    """Where kernels run: in Triton's interpreter for the route "kernel", else as plain torch."""
+    """Where kernels run: in Triton's interpreter for the route "kernel", else as plain torch. However small a
+    cat is, it is taken."""
     interpreted = program.route == "kernel"
     with mock.patch.dict(os.environ, {"ASCEND_LN_FUSE_INTERPRET": str(int(interpreted)),
-                                      "ASCEND_LN_FUSE_STRICT": "1"}):
+                                      "ASCEND_LN_FUSE_STRICT": "1"}), \
+            mock.patch.object(cats, "LEAST_BYTES", 1), \
+            mock.patch.object(chain_choice, "_stored", _measured_before):
         if not interpreted:
             yield
             return
-        runner.cache_clear()  # plans remember where they run
         try:
+            _forget_plans()
             yield
         finally:
-            runner.cache_clear()
+            _forget_plans()
+
+
+def _forget_plans() -> None:
+    """They remember where they run."""
+    runner.cache_clear()
+    chain_runner.cache_clear()
+
+
+def _measured_before(key: str, configs: Sequence) -> Choice:
+    """In the place of what was measured on an accelerator: one kernel for every other segment."""
+    number = crc32(key.encode())
+    if number % 2 or not configs:
+        return Choice(LIBRARY)
+    return Choice(ONE_KERNEL, configs[number // 2 % len(configs)])
 
 
 class _Exact(NoRounding):
@@ -134,12 +177,13 @@ class _Exact(NoRounding):
 
 
 class _Session:
-    """A program and its compiled form. `backend`: of torch.compile, ours or Dynamo's own."""
+    """A program and its compiled form. `backend`: of torch.compile, ours or Dynamo's own. (On the route
+    "aten" any other than ours leaves the graph as it was traced.)"""
 
     def __init__(self, program: Program, backend: str = "ascend_ln_fuse"):
         self.program, self.scope = program, program.load()
         self.sites: list = []
-        self._copied: list[bool] = []
+        self._copied: dict[Call, list[bool]] = {}
         # The self-check judges by one call of a few numbers; `_compare` looks at more where it must.
         options = {"options": {"report": "off", "inner": program.inner, "self_check": "off"}} \
             if backend == "ascend_ln_fuse" else {}
@@ -152,10 +196,12 @@ class _Session:
         batches = (BATCH, SECOND_BATCH) if self.program.dynamic else (BATCH,)
         graphs, raised = [], 0
         for batch in batches:
-            raised += self._compare(batch, reference)
+            raised += self._compare(Call(batch), reference)
             graphs.append(len(last_reports()))
         if reference is None and self.program.route != "aten" and graphs[-1] > graphs[0] and not raised:
             self._compare_graphs(graphs[-1])
+        for name in self.program.calls if not raised else ():
+            raised += self._compare(Call(SECOND_BATCH if name == "other size" else BATCH, name), reference)
         return raised
 
     def _compare_graphs(self, count: int) -> None:
@@ -163,14 +209,14 @@ class _Session:
         other = _Session(self.program)
         other._given = {"backend": counter, "dynamic": True}
         for batch in (BATCH, SECOND_BATCH):
-            other.run(0, batch, compiled=True)
+            other.run(0, Call(batch), compiled=True)
         if count > counter.frame_count:
             raise Mismatch(f"{count} graphs are compiled, {counter.frame_count} with backend='eager'")
 
-    def _compare(self, batch: int, reference: _Session | None) -> bool:
+    def _compare(self, call: Call, reference: _Session | None) -> bool:
         def run(seed):
-            return (reference or self).run(seed, batch, compiled=reference is not None), \
-                self.run(seed, batch, compiled=True)
+            return (reference or self).run(seed, call, compiled=reference is not None), \
+                self.run(seed, call, compiled=True)
 
         eager, ours = run(0)
         if eager.error is not None:
@@ -192,23 +238,24 @@ class _Session:
                 raise Mismatch(f"yields {_layout(b)}, eager {_layout(a)}")
         if all(a is None or _identical(a, b) for a, b in zip(eager.values, ours.values)):
             return False
-        reason = _excess([self._trio(0, batch, eager, ours)])
+        reason = _excess([self._trio(0, call, eager, ours)])
         if reason:
-            reason = _excess([self._trio(seed, batch, *(run(seed) if seed else (eager, ours)), noise=NOISE)
+            reason = _excess([self._trio(seed, call, *(run(seed) if seed else (eager, ours)), noise=NOISE)
                               for seed in range(DRAWS)])
         if reason:
             raise Mismatch(reason)
         return False
 
-    def _trio(self, seed: int, batch: int, eager: Run, ours: Run, noise: int = 0) -> tuple[Run, Run, Run]:
+    def _trio(self, seed: int, call: Call, eager: Run, ours: Run, noise: int = 0) -> tuple[Run, Run, Run]:
         """(eager, ours, exact): with the same call in float64, or eager's own values where that does not run.
 
         `noise`: so many such calls on arguments that are a rounding step off, and as many of eager. Where
         one is further from the exact value than eager is, it stands in eager's place: eager was right by
         luck. A gradient that cancels for all arguments moves with eager's roundings alone."""
-        if not self._copied:
-            self.run(seed, batch, mode=_Exact(self._copied, record=True))
-        exact = self.run(seed, batch, wide=True)
+        if call not in self._copied:
+            self._copied[call] = []
+            self.run(seed, call, mode=_Exact(self._copied[call], record=True))
+        exact = self.run(seed, call, wide=True)
         wide = exact.error is None and len(exact.values) == len(eager.values)
         exact = exact if wide else eager
         near, high = list(eager.values), list(exact.values)
@@ -216,22 +263,23 @@ class _Session:
             if value is None or value.shape != low.shape or not torch.equal(value.isfinite(), low.isfinite()):
                 high[i] = low
         for k in range(noise):
-            moved = self.run(seed, batch, wide=wide, noise=k + 1).values
+            moved = self.run(seed, call, wide=wide, noise=k + 1).values
             near = [_farther(*values) for values in zip(near, moved, high, strict=True)]
-            again = self.run(seed, batch, noise=k + 1).values if wide else ()
+            again = self.run(seed, call, noise=k + 1).values if wide else ()
             if len(again) == len(moved):
                 near = [_farther(low, _error_at(value, *others), value) for low, value, *others in
                         zip(near, high, again, moved)]
         return Run(tuple(near)), ours, Run(tuple(high))
 
-    def run(self, seed: int, batch: int, compiled: bool = False, wide: bool = False, noise: int = 0,
+    def run(self, seed: int, call: Call, compiled: bool = False, wide: bool = False, noise: int = 0,
             mode: _Exact | None = None) -> Run:
         """One call on fresh arguments, whose values are those of the seed in their dtypes; in float64 where
         `wide`, and a rounding step off where there is `noise` (its seed)."""
         program, scope = self.program, self.scope
+        seed += DRAWS * bool(call.name)  # other values than those of the first call
         with torch.random.fork_rng(devices=[]), ExitStack() as modes:
             torch.manual_seed(seed)
-            leaves = scope["bases"](batch)
+            leaves = scope["bases"](call.batch)
             if wide or noise:
                 torch.manual_seed(noise)
                 wider = [b.double() * (1 + bool(noise) * max(program.step, torch.finfo(b.dtype).eps)
@@ -242,20 +290,31 @@ class _Session:
             if program.grad == "training":
                 leaves = [b.requires_grad_() for b in leaves]
                 memory = [b * 1 for b in leaves]  # a leaf cannot be written in place
+            memory = call.memory(memory)
             modes.enter_context(torch.set_grad_enabled(program.grad != "no_grad"))
             if program.autocast:
                 modes.enter_context(eval(CONTEXTS["autocast"], scope))
             if wide or mode is not None:
-                modes.enter_context(mode or _Exact(self._copied))
+                modes.enter_context(mode or _Exact(self._copied[call]))
             try:
                 arguments = scope["arguments"](*memory)
-                made = scope["make"](*memory)
+                made = function = scope["make"](*memory)
                 if compiled:
-                    made, call = self._compile(made, arguments)
-                outputs = (call if compiled else made)(*arguments)
-                return _seen(program, outputs, made, leaves, memory)
+                    made, function = self._compile(made, arguments)
+                return _seen(self._called(call, function, arguments, memory), made, leaves, memory)
             except Exception as error:
                 return Run(error=error)
+
+    def _called(self, call: Call, function: Callable, arguments: Sequence, memory: list) -> list:
+        """What the call yields, and then what earlier calls with the same arguments have yielded, as it is
+        now: no later call may change it otherwise than eager's does."""
+        before = [[t.detach() for t in tensors(function(*arguments))]
+                  for _ in range(CALLS_BEFORE.get(call.name, 0))]
+        if call.name == "written between":
+            with torch.no_grad():
+                eval(WRITE_BETWEEN, {"memory": memory})
+        with eval(CALL_MODES[call.name], self.scope) if call.name in CALL_MODES else nullcontext():
+            return [function(*arguments), *before]
 
     def _compile(self, made: Callable, arguments: Sequence) -> tuple[Callable, Callable]:
         """What was compiled (once), with the weights of `made`, and its compiled form."""
@@ -280,12 +339,14 @@ class _Session:
         traced = make_fx(lambda *args: made(*args), tracing_mode=mode)(*arguments)
         self._fakes = [node.meta["val"] for node in traced.graph.nodes if node.op == "placeholder"]
         self._shapes = self._fakes[0].fake_mode.shape_env
+        if self._given["backend"] != "ascend_ln_fuse":
+            return traced
         graph, sites = fuse_graph(traced.graph, OFF)
         self.sites += sites
         return traced if graph is None else GraphModule(traced, graph)
 
 
-def _seen(program: Program, outputs, made, leaves, memory) -> Run:
+def _seen(outputs, made, leaves, memory) -> Run:
     values = tensors(outputs)
     places = [x.untyped_storage().data_ptr() or None for x in (*values, *memory)]
     aliases = []
@@ -295,8 +356,9 @@ def _seen(program: Program, outputs, made, leaves, memory) -> Run:
         offset = value.storage_offset() - (*values, *memory)[first].storage_offset()
         aliases.append((first, offset) if shared else None)
     gradients: tuple[torch.Tensor | None, ...] = ()
-    if program.grad == "training":
-        made_of = [*leaves, *made.parameters()] if isinstance(made, torch.nn.Module) else leaves
+    made_of = [*leaves, *made.parameters()] if isinstance(made, torch.nn.Module) else leaves
+    made_of = [t for t in made_of if t.requires_grad]
+    if made_of:
         used = [v for v in values if v.requires_grad]
         if used:
             total = sum((v.double().sin() * (i + 1)).sum() for i, v in enumerate(used))

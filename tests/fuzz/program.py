@@ -22,6 +22,32 @@ CONTEXTS = {
     "no_autocast": 'torch.autocast("cpu", enabled=False)',
 }
 
+#: A further call of what was compiled, by name -> the memory that it gets, as source, of fresh `memory`.
+#: ("elsewhere" is another place modulo 16 bytes; "one memory": arguments of one shape and dtype are one.)
+CALLS = {
+    "again": "memory",
+    "elsewhere": "[torch.cat((b.new_zeros(1), b.reshape(-1)))[1:].view(b.shape) for b in memory]",
+    "other strides": "[b.transpose(0, -1).contiguous().transpose(0, -1) for b in memory]",
+    "one memory": "[next(a.view_as(a) for a in memory if (a.shape, a.dtype) == (b.shape, b.dtype))"
+                  " for b in memory]",
+    "written between": "memory",
+    "requires grad": "[b.requires_grad_() * 1 for b in memory]",
+    "other grad mode": "memory",
+    "inference mode": "memory",
+    "other size": "memory",
+}
+
+#: a further call's name -> the grad mode that it runs in, as source
+CALL_MODES = {"other grad mode": "torch.set_grad_enabled(not torch.is_grad_enabled())",
+              "inference mode": "torch.inference_mode()"}
+
+#: How many calls with the same tensors come before those of that name. (A kernel that is called for the third
+#: time with one layout is found by kernels/recent.py.)
+CALLS_BEFORE = {"again": 2, "written between": 1}
+
+#: Between the two calls of "written between", whose arguments are the same tensors.
+WRITE_BETWEEN = "[b.mul_(0.75) for b in memory]"
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -76,6 +102,7 @@ class Program:
         autocast: called under ambient bf16 autocast.
         route: "dynamo"; "aot_eager" (with that inner compiler); "kernel" (through the generated kernel in
             Triton's interpreter); "aten" (the pass on the ATen graph of make_fx).
+        calls: names in CALLS of the calls of what was compiled that follow the first.
     """
 
     parameters: tuple[Parameter, ...]
@@ -86,6 +113,7 @@ class Program:
     dynamic: bool = False
     autocast: bool = False
     route: str = "dynamo"
+    calls: tuple[str, ...] = ()
 
     def __repr__(self) -> str:  # what Hypothesis prints
         return "\n" + self.source()
@@ -97,6 +125,7 @@ class Program:
         words |= {f"{p.dtype} input" for p in self.parameters}
         words |= {"inputs that share memory"} if any(p.memory for p in self.parameters) else set()
         words |= {f"route {self.route}", f"mode {self.grad}"}
+        words |= {f"call {name}" for name in self.calls}
         words |= {word for word, on in (("module", self.module), ("symbolic sizes", self.dynamic),
                                         ("ambient autocast", self.autocast)) if on}
         return frozenset(words)
@@ -161,6 +190,8 @@ class Program:
                 "    if backend is not None:",
                 f"        f = torch.compile(f, dynamic={self.dynamic}, backend=backend, options={options})",
                 "    print(f(*arguments(*memory)))"]
+        for name in self.calls:
+            call += self._further_call(name)
         if modes:
             call = [f"    with {', '.join(modes)}:", *("    " + line for line in call)]
         lines += ['for backend in (None, "ascend_ln_fuse"):', "    torch.manual_seed(0)",
@@ -168,6 +199,25 @@ class Program:
         if self.grad == "training":
             lines.append("    memory = [b.requires_grad_() * 1 for b in memory]")
         return "\n".join([*lines, *call]) + "\n"
+
+    def _further_call(self, name: str) -> list[str]:
+        size = str(SECOND_BATCH) if name == "other size" else ""
+        lines = [f"# {name}", "torch.manual_seed(1)", f"memory = bases({size})"]
+        if self.grad == "training":
+            lines.append("memory = [b.requires_grad_() * 1 for b in memory]")
+        lines.append(f"memory = {CALLS[name]}")
+        if self.module:
+            lines += ["for old, new in zip(f.parameters(), make(*memory).parameters()):",
+                      "    old.data = new.data"]
+        call = "f(*given)"
+        lines.append("given = arguments(*memory)")
+        lines += [call] * CALLS_BEFORE.get(name, 0)
+        if name == "written between":
+            lines += ["with torch.no_grad():", f"    {WRITE_BETWEEN}"]
+        if name in CALL_MODES:
+            lines.append(f"with {CALL_MODES[name]}:")
+        lines.append(f"{'    ' * (name in CALL_MODES)}print({call})")
+        return ["    " + line for line in lines]
 
     def load(self) -> dict:
         """The names that `definition` defines."""

@@ -42,6 +42,7 @@ class Tally:
     fused: int = 0
     sites: Counter = field(default_factory=Counter)
     features: Counter = field(default_factory=Counter)
+    hits: Counter = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
 
     def add(self, other: Tally) -> None:
@@ -49,6 +50,7 @@ class Tally:
         self.fused += other.fused
         self.sites += other.sites
         self.features += other.features
+        self.hits += other.hits
         self.failures += other.failures
 
 
@@ -83,11 +85,12 @@ def _fuzz(count: int, number: int, tally: Tally) -> str | None:
             failing.append(program)
             raise
         tally.fused += outcome.fused > 0
+        tally.hits.update(outcome.hits)
         tally.sites.update({"sites fused": outcome.fused,
                             "of them with their surroundings": outcome.grown,
                             "declined": outcome.declined,
                             "calls that raise as eager does": outcome.errors,
-                            "programs in which Dynamo alone differs": outcome.foreign})
+                            "programs in which PyTorch's own tracing differs": outcome.foreign})
 
     try:
         run()
@@ -123,9 +126,10 @@ def _start() -> None:
 @click.command(help=__doc__)
 @click.option("--graphs", default=2000, show_default=True, help="How many programs.")
 @click.option("--seed", "number", default=1, show_default=True)
+@click.option("--minutes", type=float, help="Stop after these many, at the end of a hundred programs.")
 @click.option("--processes", default=os.cpu_count(), show_default=True)
 @click.option("--write", is_flag=True, help="Write the result into docs/reliability.md.")
-def main(graphs: int, number: int, processes: int, write: bool) -> None:
+def main(graphs: int, number: int, minutes: float | None, processes: int, write: bool) -> None:
     started, tally, console = time.perf_counter(), Tally(), Console(width=100)
     jobs = [(min(CHUNK, graphs - first), number * 1_000_000 + first // CHUNK)
             for first in range(0, graphs, CHUNK)]
@@ -140,11 +144,19 @@ def main(graphs: int, number: int, processes: int, write: bool) -> None:
             rate = tally.graphs / (time.perf_counter() - started)
             bar.update(task, completed=tally.graphs,
                        description=f"{rate:.1f} a second, {len(tally.failures)} failed")
+            if minutes is not None and time.perf_counter() - started > 60 * minutes:
+                break
     seconds = time.perf_counter() - started
     console.print(_summary(tally, seconds, number))
-    console.print(_table(tally))
+    for title, counts in _tables(tally):
+        table = Table(title, "programs", box=None)
+        for what, count in counts.most_common():
+            table.add_row(what, str(count))
+        console.print(table)
     if write:
-        _write(tally, seconds, number)
+        limit = "" if minutes is None else f" --minutes {minutes:g}"
+        _write(tally, seconds, number,
+               f"--graphs {graphs} --seed {number}{limit} --processes {processes} --write")
     sys.exit(bool(tally.failures))
 
 
@@ -155,21 +167,19 @@ def _summary(tally: Tally, seconds: float, number: int) -> str:
             f"{seconds / 60:.1f} min, {tally.graphs / seconds:.1f} programs a second")
 
 
-def _table(tally: Tally) -> Table:
-    table = Table("feature", "programs", box=None)
-    for feature, count in tally.features.most_common():
-        table.add_row(feature, f"{100 * count / tally.graphs:.1f}%")
-    return table
+def _tables(tally: Tally) -> tuple[tuple[str, Counter], ...]:
+    return ("programs in which the pass had to do with", tally.hits), ("programs with", tally.features)
 
 
-def _write(tally: Tally, seconds: float, number: int) -> None:
+def _write(tally: Tally, seconds: float, number: int, arguments: str) -> None:
     from pages import made_with, write_section
 
-    rows = [f"| {feature} | {100 * count / tally.graphs:.1f}% |"
-            for feature, count in tally.features.most_common()]
     text = [f"{_summary(tally, seconds, number)}.", "",
-            f"Made by `make fuzz ARGS=\"--graphs {tally.graphs} --seed {number} --write\"` with "
-            f"{made_with('torch', 'hypothesis')}.", "", "| programs with | |", "|---|---:|", *rows]
+            f"Made by `make fuzz ARGS=\"{arguments}\"` with {made_with('torch', 'hypothesis')}; "
+            f"{os.cpu_count()} cores."]
+    for title, counts in _tables(tally):
+        text += ["", f"| {title} | |", "|---|---:|"]
+        text += [f"| {what} | {count} |" for what, count in counts.most_common()]
     write_section("reliability.md", "fuzz", "\n".join(text))
 
 

@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from hypothesis import strategies as st
 
+from . import layer_steps  # noqa: F401 - its steps are among STEPS
 from .builder import Builder, NoFit
-from .program import Program
+from .program import CALLS, Program
 from .steps import STEPS, first
 
 #: each as often as it stands here; Dynamo takes twice as long as make_fx, and aot_eager three times as long
@@ -22,6 +23,8 @@ ROUTES = ("dynamo",) * 26 + ("aten",) * 20 + ("kernel",) * 2 + ("aot_eager",) * 
 GRADS = ("no_grad", "no_grad", "training", "grad")
 NORMS = ("library_norm", "handwritten_norm", "l2_norm", "packed", "conditioned")
 DTYPES = ("float32", "bfloat16", "float32", "bfloat16", "float16", "float64")
+#: features of which kernels are what matters: a third of such programs run in Triton's interpreter
+IN_KERNELS = frozenset({"joined", "layers", "convolution", "rotary"})
 
 #: steps before the norm that every program has, and after it, at most
 BEFORE, AFTER = 6, 10
@@ -48,8 +51,22 @@ def decode(genes: bytes) -> Program:
             except NoFit:
                 continue
         builder.finish()
+    if route == "dynamo" and header[2] % 3 == 0 and any(step.feature in IN_KERNELS for step in builder.steps):
+        route = "kernel"
     results = header[11:11 + max(0, count % 5 - 1)]
-    return builder.program(results, module=module, dynamic=dynamic > 235, route=route)
+    return builder.program(results, module=module, dynamic=dynamic > 235, route=route,
+                           calls=_calls(route, grad, *header[14:]))
+
+
+def _calls(route: str, grad: str, one: int, other: int) -> tuple[str, ...]:
+    """The further calls: none to two of them, none for two thirds of the programs; behind kernels, whose
+    plans are kept, always the same call again and another."""
+    names = [name for name in CALLS if name != "requires grad" or grad == "grad"]
+    if route == "kernel":
+        return "again", names[1 + one * (len(names) - 1) // 256]
+    if route == "aten":  # what was traced holds for its sizes, strides and grad mode
+        names = ["again", "elsewhere", "one memory", "written between"]
+    return tuple(names[gene * len(names) // 100] for gene in (one, other) if gene < 100 and one < 100)
 
 
 def _steps(genes: Iterator[int], before: int, norm: str, after: int) -> Iterator[tuple[str, tuple]]:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from checks import assert_within_bound
 
-from fuzz.check import Mismatch, _Session, check
+from fuzz.check import Call, Mismatch, _Session, check
 from fuzz.mutants import MUTANTS, programs_until_found
-from fuzz.program import Parameter, Program, Step
+from fuzz.program import CALLS, Parameter, Program, Step
 from fuzz.reduce import reduced
 from fuzz.run import fuzz
 
@@ -47,6 +47,75 @@ def test_ways_to_run(settings):
     assert check(replace(PROGRAM, **settings)).fused >= 1
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_further_calls(name):
+    settings = {"grad": "grad"} if name == "requires grad" else {}
+    assert check(replace(PROGRAM, calls=(name,), **settings)).fused >= 1
+
+
+def test_it_sees_what_is_wrong_in_a_further_call_alone(monkeypatch):
+    """A compiled form that yields what it yielded first; and one that later calls write over."""
+    def keep_first(session, made, arguments):
+        kept = vars(session).setdefault("kept", [])
+        return lambda *args: kept.append(made(*args)) or kept[0]
+
+    def write_over(session, made, arguments):
+        kept = vars(session).setdefault("kept", made(*arguments))
+        return lambda *args: [a.copy_(b) for a, b in zip(kept, made(*args))]
+
+    compile_as(monkeypatch, keep_first)
+    check(PROGRAM)
+    with pytest.raises(Mismatch):
+        check(replace(PROGRAM, calls=("other strides",)))
+    compile_as(monkeypatch, write_over)
+    with pytest.raises(Mismatch):
+        check(replace(PROGRAM, calls=("written between",)))
+
+
+def compile_as(monkeypatch, make):
+    """`make(session, made, arguments)` gives the compiled form of `made`; without our backend it is right."""
+    def compile_(session, made, arguments):
+        ours = session._given["backend"] == "ascend_ln_fuse"
+        return made, make(session, made, arguments) if ours else made
+
+    monkeypatch.setattr(_Session, "_compile", compile_)
+
+
+def _program(*texts: str, route: str = "dynamo", calls: tuple[str, ...] = ()) -> Program:
+    parameters = (Parameter("x0", ("n", 2, 6, 64), "bfloat16"), Parameter("x1", (6, 64), "bfloat16"),
+                  Parameter("w2", (64, 64), "bfloat16", weight=True))
+    return Program(parameters, tuple(Step(text, "") for text in texts), (texts[-1].partition(" ")[0],),
+                   route=route, calls=calls)
+
+
+NORM = "v1 = F.rms_norm(x0, (64,))"
+ROTATION = "v1 = torch.cat((-x0[..., 32:], x0[..., :32]), -1)"
+LAYER = (NORM, "v2 = F.linear(v1, w2)")
+HITS = {
+    "mask dropped: causal": _program(
+        "v1 = torch.ones(6, 6, dtype=torch.bool).tril()",
+        "v2 = F.scaled_dot_product_attention(x0, x0, x0, v1)"),
+    "private update": _program(NORM, "v1.mul_(0.5)", "v3 = v1.view(-1, 64)"),
+    "rotary site": _program(ROTATION, "v2 = x0 * x1 + v1 * x1"),
+    "rotary by halves": _program(ROTATION, "v2 = x0 * x1 + v1 * x1"),
+    "joined cat": _program(NORM, "v2 = torch.cat((v1, x0), 1)"),
+    "joined cat: a part is copied": _program(NORM, "v2 = torch.cat((v1, x0), 1)"),
+    "chain: linear": _program(*LAYER),
+    "chain: pointwise": _program(*LAYER, "v3 = F.gelu(v2)"),
+    "chain: one kernel": _program(*LAYER, route="kernel"),
+    "warm call of a kernel": _program(NORM, route="kernel", calls=("again",)),
+    "warm call of a chain": _program(*LAYER, route="kernel", calls=("again",)),
+}
+
+
+@pytest.mark.parametrize("hit", HITS)
+def test_what_the_pass_had_to_do_is_counted(hit, monkeypatch):
+    if HITS[hit].route == "kernel":
+        pytest.importorskip("triton")
+    monkeypatch.setattr("fuzz.check.crc32", lambda key: 0)  # one kernel, by the first block shapes
+    assert hit in check(HITS[hit]).hits
+
+
 def test_the_same_error_as_in_eager():
     wrong = replace(PROGRAM, steps=(*PROGRAM.steps, Step("v6 = v5.view(7, -1)", "view")))
     outcome = check(wrong)
@@ -66,10 +135,7 @@ WRONG = {
 @pytest.mark.parametrize("what", WRONG)
 def test_it_sees_what_is_wrong(what, monkeypatch):
     """A compiled form that differs from eager in one thing."""
-    def compile_wrong(self, made, arguments):
-        return made, lambda *args: WRONG[what](made(*args), args[0])
-
-    monkeypatch.setattr(_Session, "_compile", compile_wrong)
+    compile_as(monkeypatch, lambda session, made, arguments: lambda *args: WRONG[what](made(*args), args[0]))
     with pytest.raises(Mismatch):
         check(replace(PROGRAM, grad="training", route="aten"))
 
@@ -91,9 +157,10 @@ def test_mutants_are_up_to_date(name):
         pass
 
 
-@pytest.mark.parametrize("name", ["views keyed without their arguments", "no rounding by a cast"])
-def test_it_finds_bugs_put_in_on_purpose(name):
-    assert programs_until_found(MUTANTS[name], 100) is not None
+def test_it_finds_bugs_put_in_on_purpose():
+    some = {name: MUTANTS[name] for name in (
+        "views keyed without their arguments", "no rounding by a cast", "pairs rotated as halves")}
+    assert programs_until_found(some, 100).keys() == some.keys()
 
 
 def test_a_failing_program_is_made_small():
@@ -110,5 +177,5 @@ def test_a_failing_program_is_made_small():
 def test_a_module_keeps_its_weights_in_the_compiled_form():
     session = _Session(replace(PROGRAM, module=True))
     for seed in (0, 1):
-        eager, ours = session.run(seed, 4), session.run(seed, 4, compiled=True)
+        eager, ours = session.run(seed, Call()), session.run(seed, Call(), compiled=True)
         assert torch.equal(eager.values[0], ours.values[0])

@@ -321,6 +321,24 @@ def test_a_weight_made_of_the_input_is_read_in_time():
     check(Model().eval(), torch.randn(2, T, C), fused=1)
 
 
+def by_addmm(h, w, b):
+    return torch.addmm(b, h.view(-1, C), w.t()).view(h.shape)
+
+
+@pytest.mark.parametrize("product, bias", [
+    (F.linear, (1,)), (F.linear, ()), (F.linear, (T, C)), (F.linear, (1, C)), (by_addmm, (1,))],
+    ids=lambda value: getattr(value, "__name__", str(value)))
+def test_a_bias_that_broadcasts_ends_a_chain(product, bias):
+    """PyTorch adds it to each row; a kernel, which reads a number for each feature, refuses it."""
+    def model(x, w, b):
+        return product(F.rms_norm(x, (C,)), w, b)
+
+    given = [torch.randn(shape) for shape in ((1, T, C), (C, C), bias)]
+    compiled = torch.compile(model, backend="ascend_ln_fuse", options={"report": "off"})
+    assert torch.equal(compiled(*given), model(*given))
+    assert chains() == [""]
+
+
 def test_weight_written_in_between():
     class Model(nn.Module):
         def __init__(self):
@@ -365,6 +383,27 @@ def test_gradients(name, interpret, monkeypatch):
         model.zero_grad()
     assert tuple(chains()) == case.chains
     for ours, eager in zip(found[1], found[0]):
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(2, T, C), (T, C)], ids=str)
+@pytest.mark.parametrize("both", [False, True], ids=["one result", "two results"])
+def test_a_product_that_is_written_behind_the_chain(shape, both, monkeypatch):
+    """In training: products of rows are views, which a Function of autograd may not return to be written."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("ASCEND_LN_FUSE_INTERPRET", "1")
+
+    def model(x, w, b, residual):
+        h = F.layer_norm(x, (C,))
+        y = F.linear(h, w, b).add_(residual.transpose(-1, -2))  # whose layout keeps it out of the chain
+        return (y, h) if both else (y,)
+
+    inputs = [torch.randn(size, requires_grad=True) for size in (shape, (C, C), (C,), (*shape[:-2], C, T))]
+    compiled = torch.compile(model, backend="ascend_ln_fuse", options={"report": "off"})
+    found = [torch.autograd.grad(sum(t.sin().sum() for t in run(*inputs)), inputs)
+             for run in (compiled, model)]
+    assert chains() == ["linear"]
+    for ours, eager in zip(*found):
         torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)
 
 
