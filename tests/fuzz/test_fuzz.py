@@ -12,7 +12,7 @@ from fuzz.program import CALLS, Parameter, Program, Step
 from fuzz.reduce import reduced
 from fuzz.run import fuzz
 
-PARTS, GRAPHS = 4, 50
+PARTS, GRAPHS = 4, 30
 
 
 @pytest.mark.parametrize("part", range(PARTS))
