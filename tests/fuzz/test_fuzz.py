@@ -12,7 +12,7 @@ from fuzz.program import CALLS, Parameter, Program, Step
 from fuzz.reduce import reduced
 from fuzz.run import fuzz
 
-PARTS, GRAPHS = 4, 50
+PARTS, GRAPHS = 4, 30
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -158,9 +158,11 @@ def test_mutants_are_up_to_date(name):
 
 
 def test_it_finds_bugs_put_in_on_purpose():
-    some = {name: MUTANTS[name] for name in (
-        "views keyed without their arguments", "no rounding by a cast", "pairs rotated as halves")}
-    assert programs_until_found(some, 100).keys() == some.keys()
+    """Two of the pass and one of the kernels, which are found soon."""
+    pytest.importorskip("triton")
+    some = {name: MUTANTS[name] for name in ("no rounding by a cast", "pairs rotated as halves",
+                                             "recent calls found whatever their layout")}
+    assert programs_until_found(some, 40).keys() == some.keys()
 
 
 def test_a_failing_program_is_made_small():
