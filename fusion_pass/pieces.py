@@ -7,7 +7,8 @@ where in memory they lie.
 
 A cat makes a new tensor, so it is left out only where nobody can tell: neither it nor the tensor is written
 afterwards, and it does not leave the graph under any name. Where gradients are recorded it stays: the
-tensor's gradient would be summed in another order.
+tensor's gradient would be summed in another order. It stays, too, where backward may read it of somebody
+else's, a weight, and the tensor is an input or is returned: its owner may write it before.
 """
 
 from __future__ import annotations
@@ -114,6 +115,8 @@ class _Memory:
         self.inputs: set = set()
         self.leaving: frozenset = frozenset()
         self.aliases: dict = {}
+        #: storage of a cat that is common -> the storage that is read instead, which no such cat has
+        self.roots: dict = {}
         for position, node in enumerate(lens.nodes):
             for key in lens.storages(node):
                 self.aliases.setdefault(key, []).append(node)
@@ -132,15 +135,26 @@ class _Memory:
         self.last_write_to_inputs = max(map(self._last_write, (*self.inputs, WORLD)))
 
     def is_common(self, cat: Node, source: Node) -> bool:
-        """Whether nobody can tell if `cat`, whose values are those of `source`, has memory of its own."""
+        """Whether nobody can tell if `cat`, whose values are those of `source`, has memory of its own. To be
+        asked in the graph's order."""
         mine, theirs = self.lens.storages(cat), self.lens.storages(source)
         if len(mine) != 1 or len(theirs) != 1 or WORLD in mine | theirs or mine & self.leaving:
             return False
         (made,), (kept,) = mine, theirs
         after = self.last_write_to_inputs if kept in self.inputs else self._last_write(kept)
-        return made not in self.last_write and after < self.lens.position[cat] and \
-            all(_can_move(tensor, value_of(cat)) for node in self.aliases[made]
-                for tensor in tensors_of(value_of(node)))
+        root = self.roots.get(kept, kept)
+        if made in self.last_write or after >= self.lens.position[cat] or \
+                (root in self.inputs | self.leaving and self._may_be_saved(made)) or \
+                not all(_can_move(tensor, value_of(cat)) for node in self.aliases[made]
+                        for tensor in tensors_of(value_of(node))):
+            return False
+        self.roots[made] = root
+        return True
+
+    def _may_be_saved(self, key) -> bool:
+        """Whether a backward pass, which runs when the graph has, may read this memory."""
+        return any(tensor.requires_grad for node in self.aliases[key] for reader in node.users
+                   for tensor in tensors_of(value_of(reader)))
 
     def _last_write(self, key) -> float:
         return self.last_write.get(key, -1)

@@ -33,6 +33,7 @@ from .chain_products import Heads, Part, Product, name_of
 from .placed import Place
 from .reference import reference
 from .region import Line, NormRegion
+from .values import sources
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,17 @@ class Chain:
                 needed.update(stage.reads)
         return tuple(stage.name for stage in self.stages
                      if isinstance(stage, Product) and stage.name in needed)
+
+    @cached_property
+    def sources(self) -> tuple[tuple[int, ...], ...]:
+        """For each output, the numbers of the inputs that it depends on."""
+        found = {name: frozenset((i,)) for i, name in enumerate(self.inputs)}
+        for stage in self.stages:
+            reads = [found[name] for name in stage.reads]
+            own = sources(stage.region) if isinstance(stage, RegionStage) else (range(len(reads)),)
+            for name, numbers in zip(stage.names, own):
+                found[name] = frozenset().union(*(reads[i] for i in numbers))
+        return tuple(tuple(sorted(found[name])) for name in self.outputs)
 
     @property
     def words(self) -> str:

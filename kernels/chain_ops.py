@@ -21,7 +21,7 @@ from .chain_backward import chain_gradients
 from .chain_text import parse_chain
 from .chain_ways import ChainRunner
 from .launch import runs_reference
-from .ops import TAGS, no_tangents, region_fake
+from .ops import TAGS, mark_unrecorded, no_tangents, region_fake
 from .settings import DEFAULT_SELF_CHECK
 
 
@@ -73,7 +73,9 @@ class _Chain(torch.autograd.Function):
         values = run.values(inputs, scalars, keep=chain.kept)
         values.update((name, _no_view(values[name])) for name in chain.outputs)
         ctx.save_for_backward(*inputs, *(values[name] for name in chain.kept))
-        return tuple(values[name] for name in chain.outputs)
+        outputs = tuple(values[name] for name in chain.outputs)
+        mark_unrecorded(ctx, outputs, chain.sources, inputs)
+        return outputs
 
     @staticmethod
     def backward(ctx, *grads):

@@ -21,7 +21,7 @@ from .launch import Runner, runs_reference
 from .reference import TORCH_DTYPES, program, reference
 from .region import NormRegion, broadcast_sizes, dense_strides, parse
 from .settings import DEFAULT_SELF_CHECK
-from .values import ancestors
+from .values import ancestors, sources
 
 
 def runner(text: str, self_check: str = DEFAULT_SELF_CHECK) -> Runner:
@@ -77,13 +77,27 @@ class _Region(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
         # The reference may yield a view of what it computed, which autograd would forbid to write.
-        return tuple([x.data if x._is_view() else x for x in run(inputs, scalars)])
+        outputs = tuple([x.data if x._is_view() else x for x in run(inputs, scalars)])
+        mark_unrecorded(ctx, outputs, sources(region), inputs)
+        return outputs
 
     @staticmethod
     def backward(ctx, *grads):
         needs = ctx.needs_input_grad[3:]
         return (None, None, None,
                 *input_gradients(ctx.region, ctx.saved_tensors, ctx.scalars, grads, needs))
+
+
+def mark_unrecorded(ctx, outputs: Sequence[torch.Tensor], made_of: Sequence[Sequence[int]],
+                    inputs: Sequence[torch.Tensor]) -> None:
+    """Have the outputs of a Function require no grad that are made of inputs without one, as in eager: a
+    residual sum beside the norm of it, where only the norm's weight is trained.
+
+    `made_of`: for each output, the numbers of the inputs that it depends on."""
+    if len(outputs) > 1:
+        recorded = [x.requires_grad for x in inputs]
+        ctx.mark_non_differentiable(*[out for out, numbers in zip(outputs, made_of)
+                                      if not any([recorded[i] for i in numbers])])
 
 
 class _Once(torch.autograd.Function):
@@ -209,6 +223,8 @@ def _setup_context(ctx, inputs, keyword_only_inputs, output):
     ctx.text, tensors, ctx.scalars = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors)
+    if len(output) > 1:
+        mark_unrecorded(ctx, output, sources(parse(ctx.text)), tensors)
 
 
 def _backward(ctx, grads):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import keyword
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from .layout import Structure, Unsupported
 from .region import LANE_OPS, NORMS, Line, NormRegion
@@ -55,6 +56,13 @@ def ancestors(region: NormRegion, names: Iterable[str]) -> set[str]:
         if line.name in wanted:
             wanted.update(a for a in line.args if isinstance(a, str))
     return wanted
+
+
+@lru_cache(maxsize=4096)
+def sources(region: NormRegion) -> tuple[tuple[int, ...], ...]:
+    """For each output, the numbers of the inputs that it depends on."""
+    above = (ancestors(region, [out.value]) for out in region.outputs)
+    return tuple(tuple(i for i, x in enumerate(region.inputs) if x.name in names) for names in above)
 
 
 def rounds(line: Line, values: dict[str, Value]) -> bool:

@@ -119,7 +119,7 @@ def test_only_the_gradients_that_are_needed_are_computed():
         assert inputs[1].grad is not None and inputs[0].grad is inputs[2].grad is None
 
 
-@pytest.mark.parametrize("which", [[0], [1], [0, 1]], ids=["norm", "sum", "both"])
+@pytest.mark.parametrize("which", [[0], [0, 1]], ids=["norm", "both"])
 @pytest.mark.parametrize("spelling", ["op", "autograd function"])
 def test_an_output_that_no_gradient_reaches(spelling, which):
     """The stored sum does not depend on the weight, the only one that requires grad."""
@@ -130,12 +130,10 @@ def test_an_output_that_no_gradient_reaches(spelling, which):
         outputs = region_op(text, [x, y, w], [1e-5])
     else:
         outputs = ops._Region.apply(ops.runner(text), region, [1e-5], x, y, w)
+    assert [out.requires_grad for out in outputs] == [True, False]
     sum(outputs[i].sum() for i in which).backward()
     expected, = torch.autograd.grad(reference(region, [x, y, w], [1e-5])[0].sum(), w)
-    if 0 in which:
-        torch.testing.assert_close(w.grad, expected)
-    else:
-        assert w.grad is None or not w.grad.any()
+    torch.testing.assert_close(w.grad, expected)
 
 
 @pytest.mark.parametrize("spelling", ["op", "autograd function"])

@@ -513,6 +513,32 @@ def test_a_parameter_without_recording(graphs):
     assert not result.requires_grad and cats(graphs[0])
 
 
+@pytest.mark.parametrize("f, left_out", [
+    (lambda x, h: slices(x), False),
+    (lambda x, h: slices(x.detach()).transpose(1, 2).transpose(1, 2), False),
+    (lambda x, h: slices(slices(x)), False),  # the inner one is left out
+    (lambda x, h: slices(h), False),
+    (lambda x, h: slices(x * 3), True),
+    (lambda x, h: slices(x).sin(), True)])
+def test_what_backward_reads_is_not_the_users(f, left_out, graphs):
+    """Who writes an input or a result before backward runs would change the gradient of a weight."""
+    weight = nn.Parameter(torch.ones(WIDTH))
+
+    def scaled(x):
+        h = x * 2
+        return f(x, h) * weight, h
+
+    found = []
+    for call in (scaled, compiled(scaled)):
+        x = example()
+        result, h = call(x)
+        x.zero_()
+        h.zero_()
+        found += torch.autograd.grad(result.sum(), weight)
+    assert torch.equal(*found)
+    assert bool(cats(graphs[0])) is not left_out
+
+
 @pytest.mark.parametrize("joined", [slices, from_the_end, lambda h: torch.cat(h.chunk(2, 1), 1)])
 def test_sizes_that_vary(joined, graphs):
     def f(x):

@@ -125,6 +125,47 @@ def test_the_sum_alone_or_the_norm_alone(which, interpret, monkeypatch):
     assert last_reports()[-1].fused == 1
 
 
+class Head(nn.Module):
+    """A weight behind a norm that has none: only what is behind the weight is trained."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.norm, self.fc, self.act = nn.LayerNorm(16, elementwise_affine=False), nn.Linear(16, 8), act
+
+    def forward(self, x):
+        h = self.norm(x)
+        return h, self.act(self.fc(h))
+
+
+def frozen_sum():
+    model = Sum()
+    model.linear.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("model", [frozen_sum, lambda: Head(nn.Identity()), lambda: Head(nn.Tanh())],
+                         ids=["sum", "product", "activation"])
+@pytest.mark.parametrize("interpret", [False, True], ids=["reference", "kernel"])
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_which_results_require_grad(model, interpret, inner, monkeypatch):
+    """Not all that a site yields is made of what does: the user may want such a result as NumPy's."""
+    if interpret:
+        pytest.importorskip("triton")
+        monkeypatch.setenv("ASCEND_LN_FUSE_INTERPRET", "1")
+    model, x = model().train(), torch.randn(6, 16)
+    compiled = torch.compile(model, backend="ascend_ln_fuse", options={**OFF, "inner": inner})
+    ours, eager = compiled(x), model(x)
+    assert last_reports()[-1].fused == 1
+    assert sorted(y.requires_grad for y in eager) == [False, True]
+    for a, b in zip(ours, eager, strict=True):
+        assert a.requires_grad == b.requires_grad and a.is_leaf == b.is_leaf
+    trained = [p for p in model.parameters() if p.requires_grad]
+    grads = [torch.autograd.grad(sum(y.square().sum() for y in results), trained)
+             for results in (ours, eager)]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_the_option_to_decline():
     model, x = Shared(), torch.randn(6, 3, 16)
     compiled = torch.compile(model, backend="ascend_ln_fuse", options={**OFF, "training": "decline"})
