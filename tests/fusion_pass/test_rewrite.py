@@ -538,3 +538,17 @@ def test_exported_graphs_keep_how_inputs_and_outputs_are_packed():
     torch.testing.assert_close(ours["out"], norm(batch["x"][:, 1]))
     assert ours["same"] is batch["y"]
     clear_reports()
+
+
+@pytest.mark.parametrize("change", [lambda v, x: v.mul(1 + x).add(x), lambda v, x: v.mul_(1 + x).add_(x)],
+                         ids=["anew", "in place"])
+def test_sizes_that_a_convolution_makes(change):
+    """Of which torch cannot tell that they are not 0: strides are written with Max(1, size)."""
+    def f(image, gamma, weight, x):
+        image = F.layer_norm(image, (8,), gamma).permute(0, 3, 1, 2)
+        tokens = F.conv2d(image, weight, None, 2).flatten(2).transpose(1, 2)
+        return change(F.layer_norm(tokens.float(), (16,)).to(tokens.dtype), x)
+
+    with torch.no_grad():
+        check(Function(f), torch.randn(4, 6, 6, 8).half(), torch.randn(8), torch.randn(16, 8, 2, 2).half(),
+              torch.randn(4, 9, 16), fused=2, dynamic=True)

@@ -12,8 +12,8 @@ from unittest import mock
 
 from torch.fx import Node
 
-from ascend_ln_fuse import backend
-from ascend_ln_fuse.cat_site import CatSite
+from ascend_ln_fuse import backend, simplify
+from ascend_ln_fuse.cat_site import CatSite, RestSite
 from ascend_ln_fuse.chain_site import ChainSite
 from ascend_ln_fuse.graph import Lens
 from ascend_ln_fuse.kernels.chain_fused import FusedSegment
@@ -28,7 +28,7 @@ from ascend_ln_fuse.site import Site
 def watched() -> Iterator[set[str]]:
     """A set that fills, inside, with the names of what the pass does."""
     hits: set[str] = set()
-    rewrite, drop = backend.rewrite, backend.without_needless_masks
+    rewrite, drop, join = backend.rewrite, simplify.without_needless_masks, simplify.without_needless_cats
     find, call = Recent.find, FusedSegment.call
 
     def watched_rewrite(lens: Lens, taken: Taken, **options):
@@ -39,6 +39,11 @@ def watched() -> Iterator[set[str]]:
     def watched_drop(graph):
         result, words = drop(graph)
         hits.update(f"mask dropped: {meaning}" for meaning in ("all True", "causal") if meaning in words)
+        return result, words
+
+    def watched_join(graph):
+        result, words = join(graph)
+        hits.update(["cat of pieces left out"] if words else [])
         return result, words
 
     def watched_find(self, tensors, pointers):
@@ -53,14 +58,18 @@ def watched() -> Iterator[set[str]]:
 
     with mock.patch.object(backend, "rewrite", watched_rewrite), \
             mock.patch.object(FusedSegment, "call", watched_call), \
-            mock.patch.object(backend, "without_needless_masks", watched_drop), \
+            mock.patch.object(simplify, "without_needless_masks", watched_drop), \
+            mock.patch.object(simplify, "without_needless_cats", watched_join), \
             mock.patch.object(Recent, "find", watched_find):
         yield hits
 
 
-def _of_site(lens: Lens, site: Site | ChainSite | CatSite) -> Iterator[str]:
+def _of_site(lens: Lens, site: Site | ChainSite | CatSite | RestSite) -> Iterator[str]:
     if not lens.updates.keys().isdisjoint(site.interior):
         yield "private update"
+    if isinstance(site, RestSite):
+        yield "cat of later parts"
+        return
     if isinstance(site, CatSite):
         yield "joined cat"
         if any(launch is None for cat in site.joined.cats for launch, _ in cat.parts):
