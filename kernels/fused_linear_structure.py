@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from .layout import INT32_MAX, VECTOR_BYTES, Layout, Unsupported, layout
 from .reference import TORCH_DTYPES
 from .reference import reference as region_reference
-from .region import DTYPES, NORMS, NormRegion, Operand, Output, dense_strides
+from .region import DTYPES, LANE_OPS, NORMS, NormRegion, Operand, Output, dense_strides
 from .region import parse as parse_region
 
 #: Dtypes of A and of weights for which kernels exist: those that matrix units multiply exactly.
@@ -359,7 +359,12 @@ def _epilogues(segment: Segment, dtype: str, outer: tuple[int, ...], weights: Se
 
 def _part(region: NormRegion, shapes, strides,
           absent) -> tuple[PartStructure, tuple[int, ...], tuple[int, ...]]:
-    """(structure, run-time integers, space) of a region over the rows of A."""
+    """(structure, run-time integers, space) of a region over the rows of A, of which a kernel has pieces of
+    the lane at a time."""
+    if moves := ", ".join(sorted({line.op for line in region.body} & set(LANE_OPS))):
+        raise Unsupported(f"{moves} beside matrix products")
+    if any(map(region.is_shared, region.inputs)):
+        raise Unsupported("heads that share an operand beside matrix products")
     walk: Layout = layout(region, shapes, strides)
     if walk.structure.across:
         raise Unsupported(f"lane stride {walk.lanes[0]} beside matrix products")

@@ -54,7 +54,9 @@ CUDA_MAX_WARPS = 16
 #: CUDA, where the lane lies across: bytes of the rows that a tile reads side by side at one lane element, and
 #: the fewest (a sector, the least that memory moves); bytes from which a tile takes the fewest; and the
 #: elements that registers hold. Not measured yet: read off the machine code for sm_90 (Triton 3.6), where
-#: tiles like these load and store 16 bytes at a time along the rows, and no register is spilled.
+#: tiles like these load and store 16 bytes at a time along the rows, and spill at most 16 bytes a thread; but
+#: where the number of rows is no multiple of 4, bf16 tiles of 2048 columns spill (RMSNorm of 2048: 1488 bytes
+#: for odd numbers, 128 for even ones).
 CUDA_RUN_BYTES = 64
 CUDA_SECTOR_BYTES = 32
 CUDA_ACROSS_BYTES = 32768

@@ -25,6 +25,7 @@ from ascend_ln_fuse.kernels.fused_linear_tiles import (
 )
 from ascend_ln_fuse.kernels.layout import Unsupported
 from ascend_ln_fuse.kernels.reference import TORCH_DTYPES
+from ascend_ln_fuse.kernels.region import parse
 from ascend_ln_fuse.kernels.targets import cuda, npu
 
 pytest.importorskip("triton")
@@ -312,6 +313,22 @@ def test_what_no_kernel_serves_has_a_reason(changes, words):
     assert words in run.supports(*given)
     with pytest.raises(Unsupported, match=words):
         run(given[0], [], *given[1:])
+
+
+@pytest.mark.parametrize("space, op, words", [
+    ("64", "rotate_half", "rotate_half beside matrix products"),
+    ("4 x 16", "rotate_pairs", "rotate_pairs beside matrix products"),
+    ("4 x 16", "neg", "heads that share an operand"),
+])
+def test_elements_that_move_along_the_lane(space, op, words):
+    """A kernel has pieces of the lane, in which the other half of a rotary embedding is not to be found."""
+    head = space.split()[-1]
+    norm = parse(f"space [*, {space}]\nin x: bf16[*, 64]\nin cos: bf16[*, {head}]\n"
+                 f"n: bf16 = rms_norm(x, none, 1e-05)\nr: bf16 = {op}(n)\ny: bf16 = mul(r, cos)\n"
+                 "out y: bf16 order(0, 1)")
+    run = runner(Segment(norm, (Projection(),)))
+    tensors = [torch.randn(3, 64).bfloat16(), torch.randn(3, int(head)).bfloat16()]
+    assert words in run.supports(tensors, [torch.randn(24, 64).bfloat16()], [None], [])
 
 
 def test_supported_means_no_reason():
