@@ -96,9 +96,9 @@ class Part(Generator):
                                 if self.part.moving[i][d])
             self.put(f"A_{tag} = P_{tag} + " + (f"({offset}) * {unit}" if unit > 1 else offset))
 
-    def _address(self, tag: str, operand: OperandStructure, rows: bool) -> str:
+    def _address(self, tag: str, operand: OperandStructure, rows: bool, column: str = "COL") -> str:
         base = f"A_{tag}" if operand.moving[0] else f"P_{tag}"
-        return f"{base} + COL" if operand.lane else base
+        return f"{base} + {column}" if operand.lane else base
 
     def whole(self, text: str, value: Value) -> str:
         """`text` in the shape of a tile."""
