@@ -166,6 +166,20 @@ def test_which_results_require_grad(model, interpret, inner, monkeypatch):
         torch.testing.assert_close(a, b)
 
 
+def test_an_input_that_is_written_before_backward_is_an_error(monkeypatch):
+    """Eager keeps the sum, a fused site what it is made of: no wrong gradient, but PyTorch's own error."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("ASCEND_LN_FUSE_INTERPRET", "1")
+    norm = nn.LayerNorm(16)
+    compiled = torch.compile(lambda x, y: norm(x + y), backend="ascend_ln_fuse", options=OFF)
+    x, y = torch.randn(6, 16), torch.randn(6, 16)
+    result = compiled(x, y)
+    assert last_reports()[-1].fused == 1
+    x.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.sum().backward()
+
+
 def test_the_option_to_decline():
     model, x = Shared(), torch.randn(6, 3, 16)
     compiled = torch.compile(model, backend="ascend_ln_fuse", options={**OFF, "training": "decline"})
