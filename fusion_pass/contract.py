@@ -110,21 +110,13 @@ def check_contract(lens: Lens, site: Site) -> None:
         # Sizes that are proven equal may be written differently, and strides with them: the wanted
         # strides are compared with those that the wanted sizes give.
         if not same_shape(shape, value.shape) or \
-                not _is_dense(value, order) or \
+                not same_shape(dense_strides(tuple(value.shape), order), value.stride()) or \
                 (fake is not None and not same_shape(fake.stride(), dense_strides(shape, order))):
             raise ContractError(f"{node.name}: the fused op yields {tuple(shape)} in order "
                                 f"{out.order}, the graph {tuple(value.shape)}, {value.stride()}")
         if TORCH_DTYPES[out.dtype] != value.dtype or devices != {value.device}:
             raise ContractError(f"{node.name}: the fused op yields {out.dtype} on {devices}, "
                                 f"the graph {value.dtype} on {value.device}")
-
-
-def _is_dense(value: torch.Tensor, order) -> bool:
-    """Whether a fake has the strides of a dense tensor whose dims lie in memory in `order`. Of a size that may
-    be 0, as that of a convolution's result, torch writes them with Max(1, size)."""
-    sizes = tuple(value.shape)
-    least = tuple(torch.sym_max(size, 1) if isinstance(size, torch.SymInt) else size for size in sizes)
-    return any(same_shape(dense_strides(known, order), value.stride()) for known in (sizes, least))
 
 
 def _empty(like: torch.Tensor, sizes, strides) -> torch.Tensor:

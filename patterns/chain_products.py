@@ -143,11 +143,12 @@ def _convolution(lens: Lens, value: Node, node: Node) -> Product | None:
     kernel = tuple(fake.shape[2:])
     stride, padding, dilation, groups = (_argument(node, i, name) for i, name in enumerate(
         ("stride", "padding", "dilation", "groups"), 3))
-    if _pair(stride, 1) != kernel or _pair(padding, 0) not in ((0, 0), ("valid", "valid")) or \
+    # Sizes are compared without `==`: of a kernel whose size is a symbol, it would become a number by that.
+    if not same_shape(_pair(stride, 1), kernel) or _pair(padding, 0) not in ((0, 0), ("valid", "valid")) or \
             _pair(dilation, 1) != (1, 1) or _pair(groups, 1) != (1, 1) or \
             not same_shape(dense_strides(tuple(out.shape), (0, 2, 3, 1)), out.stride()):
         return None
-    patches = kernel != (1, 1)
+    patches = not same_shape(kernel, (1, 1))
     return Product(value, (weight[0], () if patches else (Step.method("flatten", 1),)), bias, False, node,
                    frozenset([node]), (TO_CHANNELS_FIRST,), patches)
 

@@ -542,8 +542,8 @@ def test_exported_graphs_keep_how_inputs_and_outputs_are_packed():
 
 @pytest.mark.parametrize("change", [lambda v, x: v.mul(1 + x).add(x), lambda v, x: v.mul_(1 + x).add_(x)],
                          ids=["anew", "in place"])
-def test_sizes_that_a_convolution_makes(change):
-    """Of which torch cannot tell that they are not 0: strides are written with Max(1, size)."""
+def test_a_convolution_whose_kernel_is_of_symbolic_size(change):
+    """Looked at, but not decided: sizes that follow from it would be written otherwise than before."""
     def f(image, gamma, weight, x):
         image = F.layer_norm(image, (8,), gamma).permute(0, 3, 1, 2)
         tokens = F.conv2d(image, weight, None, 2).flatten(2).transpose(1, 2)
