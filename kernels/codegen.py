@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 from functools import lru_cache
 
+from .arithmetic import Arithmetic
 from .lanes import by_halves, check_moves, held, moved, places
 from .layout import Structure, Unsupported
 from .pointwise import POINTWISE
@@ -84,8 +85,8 @@ class Generator:
         self.traits = analyse(region, structure, tile.rows)
         #: Loads say what they leave in a GPU's caches.
         self.hints = False
-        #: Every result is rounded to half precision.
-        self.half = all(out.dtype in ("bf16", "f16") for out in region.outputs)
+        half = all(out.dtype in ("bf16", "f16") for out in region.outputs)
+        self.arithmetic = Arithmetic(target, self.compute, half, self.lane)
         #: inputs of which all heads of the lane read the same elements
         self.shared = {x.name for x in region.inputs if region.is_shared(x)}
 
@@ -387,56 +388,10 @@ class Generator:
     def _inside(self, text: str) -> str:
         return f"tl.where(COL_IN, {text}, 0.0)" if self.padded else text
 
-    def _rsqrt(self, text: str) -> str:
-        if self.target.precise and self.compute == "f32" and self.half:
-            # An ulp or so of fp32 is lost where half precision rounds it away; the correctly rounded forms
-            # take 5% of a kernel of 1 MB, with all rows of a tile waiting.
-            return self._instruction("tl.rsqrt", "rsqrt.approx.ftz.f32", text)
-        return self._quotient("1.0", self._sqrt(text))
-
-    def _sqrt(self, text: str) -> str:
-        if not self._correctly:
-            return f"tl.sqrt({text})"
-        return self._instruction("tl.sqrt_rn", "sqrt.rn.f32", text)
-
-    def _quotient(self, text: str, divisor: str) -> str:
-        if not self._correctly:
-            return f"{text} / {divisor}"
-        return self._instruction("tl.div_rn", "div.rn.f32", text, divisor)
-
-    @property
-    def _correctly(self) -> bool:
-        """Whether roots and quotients are rounded correctly, where the target has them so."""
-        return self.target.precise and self.compute == "f32" and not self.half
-
-    def _instruction(self, function: str, ptx: str, *operands: str) -> str:
-        """Triton's `function` of fp32 operands as the PTX instruction that it becomes, where that may be
-        written. Triton takes the function from libdevice; to link that is a fifth of what a norm's kernel
-        costs to compile, ptxas apart, and holds the GIL."""
-        if not self.target.ptx:
-            return f"{function}({', '.join(operands)})"
-        places = ", ".join(f"${i}" for i in range(len(operands) + 1))
-        return (f'tl.inline_asm_elementwise("{ptx} {places};", "={",".join("f" * (len(operands) + 1))}", '
-                f"[{', '.join(operands)}], tl.float32, is_pure=True, pack=1)")
-
-    def _mean(self, total: str) -> str:
-        """A true division, once a row: D times one value gives that value back, and a row of equal
-        values is centred to 0. Times a rounded 1/D it would keep a rest that rsqrt(eps) blows up.
-        (1/D is exact for a power of two, and a division costs 7% at D 128 on an H200.)"""
-        if self.lane & (self.lane - 1) == 0:
-            return f"{total} * {self._share}"
-        if self.target.precise and self.compute == "f32":
-            return self._instruction("tl.div_rn", "div.rn.f32", total, repr(float(self.lane)))
-        return f"{total} / {float(self.lane)!r}"
-
     def _corrects(self, line: Line) -> bool:
         """Whether a layer_norm corrects its rounded mean. At mean/std 1000 that is worth a factor of
         100 in fp32; a half-precision result rounds it away, and Ascend's vector cores pay for it."""
         return line.dtype == self.compute
-
-    @property
-    def _share(self) -> str:
-        return f"{1.0 / self.lane!r}"
 
     def _norm(self, line: Line) -> str:
         """The normalised value as an expression. In memory, its statistics are computed here; in
@@ -449,19 +404,19 @@ class Generator:
                 kept = x.var if x.zero else self._inside(x.var)
                 self.put(f"SQUARES_{name} = {self._sum(self._square(kept, name))}")
                 self._scale(line)
-            text = self._quotient(x.var, f"NORM_{name}") if line.op == "normalize" else \
+            text = self.arithmetic.quotient(x.var, f"NORM_{name}") if line.op == "normalize" else \
                 f"{x.var} * RSTD_{name}"
         else:
             if self.in_memory:
                 kept = x.var if x.zero else self._inside(x.var)
-                self.put(f"MEAN_{name} = {self._mean(self._sum(kept))}")
+                self.put(f"MEAN_{name} = {self.arithmetic.mean(self._sum(kept))}")
                 self.put(f"C_{name} = {self._inside(f'{x.var} - MEAN_{name}')}")
                 if self._corrects(line):
                     # The mean was rounded: what it missed is the mean of the centred values.
-                    self.put(f"SHIFT_{name} = {self._sum(f'C_{name}')} * {self._share}")
+                    self.put(f"SHIFT_{name} = {self._sum(f'C_{name}')} * {self.arithmetic.share}")
                     self.put(f"C_{name} = {self._inside(f'C_{name} - SHIFT_{name}')}")
                 self.put(f"SQUARES_{name} = {self._sum(f'C_{name} * C_{name}')}")
-                self._rstd(name, f"SQUARES_{name} * {self._share} + {eps}")
+                self._rstd(name, f"SQUARES_{name} * {self.arithmetic.share} + {eps}")
             else:
                 self.put(f"C_{name} = {x.var} - MEAN_{name}")
                 if self._corrects(line):
@@ -486,14 +441,14 @@ class Generator:
                 # (Ascend's compiler takes a number that is rounded and widened again for the number.)
                 self.put(f"EPS_{name} = tl.where({eps} > {F16_NOTHING!r}, {eps}, 0.0)")
                 eps = f"EPS_{name}"
-            self.put(f"NORM_{name} = tl.maximum({self._sqrt(squares)}, {eps}, "
+            self.put(f"NORM_{name} = tl.maximum({self.arithmetic.sqrt(squares)}, {eps}, "
                      "propagate_nan=tl.PropagateNan.ALL)")
         else:
-            self._rstd(name, f"{squares} * {self._share} + {eps}" if line.op == "rms_norm" else
+            self._rstd(name, f"{squares} * {self.arithmetic.share} + {eps}" if line.op == "rms_norm" else
                        f"{squares} + {eps}")
 
     def _rstd(self, name: str, variance: str) -> None:
-        self.put(f"RSTD_{name} = {self._rsqrt(variance)}")
+        self.put(f"RSTD_{name} = {self.arithmetic.rsqrt(variance)}")
 
     # -- column passes -------------------------------------------------------------------------
 
@@ -514,14 +469,14 @@ class Generator:
         self._pass(norms, "First pass: sums.", "SUM")
         for line in norms:
             if line.op == "layer_norm":
-                self.put(f"MEAN_{line.name} = {self._mean(f'SUM_{line.name}')}")
+                self.put(f"MEAN_{line.name} = {self.arithmetic.mean(f'SUM_{line.name}')}")
             else:
                 self._scale(line)
         if not centred:
             return
         self._pass(centred, "Second pass: centred sums.", "CENTRED")
         for line in centred:
-            name, share = line.name, self._share
+            name, share = line.name, self.arithmetic.share
             variance = f"SQUARES_{name} * {share}"
             if self._corrects(line):
                 # See _norm. Taking the square of the correction off can leave a rounding error
