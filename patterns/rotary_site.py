@@ -41,7 +41,8 @@ def take_rotary(lens: Lens, taken: Taken, claimed: Collection[Node] = (),
     found: list[Site] = []
     for composite in _composites(lens):
         site = None if held & composite.nodes else _site(lens, composite, held, no_grad)
-        if site is not None and taken.add(site) is None:
+        # One that nobody reads would only bring its operands into the backward pass of another in its launch.
+        if site is not None and any(node.users for node in site.outputs) and taken.add(site) is None:
             found.append(site)
             held |= site.interior
     return _share_launches(lens, taken, found)

@@ -384,7 +384,8 @@ def _excess(trios: Sequence[tuple[Run, Run, Run]]) -> str:
 
 def _farther(low, moved, exact) -> torch.Tensor | None:
     """Of two values the one further from `exact`, in the dtype of the first."""
-    if low is None or not low.dtype.is_floating_point or moved.shape != low.shape or not low.numel():
+    if low is None or moved is None or not low.dtype.is_floating_point or moved.shape != low.shape or \
+            not low.numel():
         return low
     moved, finite = moved.to(low.dtype), low.isfinite()
     if not finite.any() or not torch.equal(moved.isfinite(), finite):
@@ -395,7 +396,8 @@ def _farther(low, moved, exact) -> torch.Tensor | None:
 
 def _error_at(exact, again, moved) -> torch.Tensor | None:
     """`exact` with the error that eager has on other arguments, where it gives `again` instead of `moved`."""
-    if exact is None or not exact.dtype.is_floating_point or not exact.shape == again.shape == moved.shape:
+    if any(value is None for value in (exact, again, moved)) or not exact.dtype.is_floating_point or \
+            not exact.shape == again.shape == moved.shape:
         return exact
     return exact + (again.to(exact.dtype) - moved)
 

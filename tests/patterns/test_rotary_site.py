@@ -383,6 +383,15 @@ def test_through_the_kernel(monkeypatch, lane):
             assert site.self_check_words() or not site.fallback_words()
 
 
+def test_one_that_nobody_reads_is_no_site():
+    """In q's launch it would bring its operands into q's backward pass, which has nothing to do with them."""
+    def f(x, cos, sin):
+        plain(x.flip(1).relu(), cos, sin, slices)
+        return plain(x, cos, sin, slices),
+
+    rotary(Two(f), *inputs(torch.bfloat16), count=1)
+
+
 def test_the_report():
     model = Two(lambda x, cos, sin: tuple(plain(y, cos, sin, slices) for y in (x, x.flip(1))))
     given = inputs(torch.bfloat16)
