@@ -120,7 +120,7 @@ class Chain:
         """The outputs that may have a place: contiguous results of regions that no stage reads."""
         contiguous = {name for stage in self.stages if isinstance(stage, RegionStage)
                       for name, out in zip(stage.names, stage.region.outputs)
-                      if out.order == tuple(range(stage.region.rank))}
+                      if out.is_contiguous}
         return frozenset(contiguous.intersection(self.outputs).difference(
             name for stage in self.stages for name in stage.reads))
 

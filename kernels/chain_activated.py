@@ -99,7 +99,7 @@ def _only_activation(region: NormRegion) -> str | None:
     if len(region.inputs) != 1 or region.scalars or len(region.body) != 1 or len(region.outputs) != 1:
         return None
     (x,), (line,), (out,) = region.inputs, region.body, region.outputs
-    whole = x.dims == ("*",) * region.outer + (region.lane,) and out.order == tuple(range(region.rank))
+    whole = x.dims == region.full and out.is_contiguous
     right = line.op in ACTIVATIONS and out.value == line.name and x.dtype in DTYPES
     return line.op if whole and right and x.dtype == line.dtype == out.dtype else None
 

@@ -187,7 +187,7 @@ class _Reverse:
         for ref, x in zip(stage.args, stage.region.inputs):
             if x.name in found and name_of(ref) in self.wanted:
                 grad = found.pop(x.name)
-                if x.dims != ("*",) * stage.region.outer + (stage.region.lane,):
+                if x.dims != stage.region.full:
                     grad = grad.sum_to_size(self.argument(ref).shape)
                 self.add_to(ref, grad, owned=False)
         self.forget(stage)

@@ -53,9 +53,8 @@ def whole_input(segment: Segment) -> str | None:
         first = segment.products[0] if segment.products else None
         return first.value if isinstance(first, LinearStage) else None
     region = segment.norm.region
-    full = ("*",) * region.outer + (region.lane,)
     return next((arg for arg, x in zip(segment.norm.args, region.inputs)
-                 if x.dims == full and isinstance(arg, str)), None)
+                 if x.dims == region.full and isinstance(arg, str)), None)
 
 
 def norm_alone(segment: Segment, fused: FusedSegment) -> bool:
@@ -67,11 +66,10 @@ def reusable(stage: RegionStage, spent: Sequence[str], products: set[str]) -> st
     """The one of `products` that `stage` may write its one result over: of the same shape and dtype, read by
     nothing else. `spent`: what nothing reads behind the stage."""
     region = stage.region
-    if len(region.outputs) != 1 or region.outputs[0].order != tuple(range(region.rank)):
+    if len(region.outputs) != 1 or not region.outputs[0].is_contiguous:
         return None
-    full = ("*",) * region.outer + (region.lane,)
     for arg, x in zip(stage.args, region.inputs):
-        if arg in spent and arg in products and x.dims == full and \
+        if arg in spent and arg in products and x.dims == region.full and \
                 x.dtype == region.outputs[0].dtype and stage.reads.count(arg) == 1:
             return arg
     return None

@@ -21,10 +21,11 @@ from math import gcd, prod
 import torch
 from torch.nn import functional as F
 
+from .lanes import moves_of
 from .layout import INT32_MAX, VECTOR_BYTES, Layout, Unsupported, layout
 from .reference import TORCH_DTYPES
 from .reference import reference as region_reference
-from .region import DTYPES, LANE_OPS, NORMS, NormRegion, Operand, Output, dense_strides
+from .region import DTYPES, NORMS, NormRegion, Operand, Output, dense_strides
 from .region import parse as parse_region
 
 #: Dtypes of A and of weights for which kernels exist: those that matrix units multiply exactly.
@@ -79,9 +80,8 @@ class Segment:
             raise ValueError("an epilogue is pointwise: it cannot hold a norm")
         if len(epilogue.outputs) != 1:
             raise ValueError(f"an epilogue has one output, not {len(epilogue.outputs)}")
-        whole = ("*",) * epilogue.outer + (epilogue.lane,)
         for operand in epilogue.inputs[:len(self.projections)]:
-            if operand.dims != whole:
+            if operand.dims != epilogue.full:
                 raise ValueError(f"{operand}: a projection's result has all dims of the space")
         if len(epilogue.inputs) < len(self.projections):
             raise ValueError("an epilogue reads every projection")
@@ -290,7 +290,7 @@ def bind(segment: Segment, norm_inputs: Sequence[torch.Tensor], weights: Sequenc
             continue
         if region.compute == "f64":
             raise Unsupported("fp64 beside matrix products")
-        if any(out.order != tuple(range(region.rank)) for out in region.outputs):
+        if not all(out.is_contiguous for out in region.outputs):
             raise Unsupported("an output that is not contiguous")
     _check_dtypes(prologue.inputs, norm_inputs)
     part, numbers, space = _part(prologue, [x.shape for x in norm_inputs],
@@ -361,7 +361,7 @@ def _part(region: NormRegion, shapes, strides,
           absent) -> tuple[PartStructure, tuple[int, ...], tuple[int, ...]]:
     """(structure, run-time integers, space) of a region over the rows of A, of which a kernel has pieces of
     the lane at a time."""
-    if moves := ", ".join(sorted({line.op for line in region.body} & set(LANE_OPS))):
+    if moves := moves_of(region):
         raise Unsupported(f"{moves} beside matrix products")
     if any(map(region.is_shared, region.inputs)):
         raise Unsupported("heads that share an operand beside matrix products")

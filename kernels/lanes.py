@@ -32,9 +32,14 @@ def held(region: NormRegion, cols: int) -> bool:
     return cols >= (columns(region) if by_halves(region) else region.lane)
 
 
+def moves_of(region: NormRegion) -> str:
+    """The ops of `region` that move elements along the lane, in words; "" where none does."""
+    return ", ".join(sorted({line.op for line in region.body} & set(LANE_OPS)))
+
+
 def check_moves(region: NormRegion, tile: Tile, target: Target) -> None:
     """Raises Unsupported where a kernel cannot move elements along the lane as `region` does."""
-    moves = ", ".join(sorted({line.op for line in region.body} & set(LANE_OPS)))
+    moves = moves_of(region)
     if not target.permutes:
         if moves:
             raise Unsupported(f"{moves}: {target.name} permutes a lane element by element")

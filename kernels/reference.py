@@ -105,7 +105,7 @@ def program(region: NormRegion) -> Callable:
                    "broadcast_sizes": broadcast_sizes, **_LANE_FUNCTIONS,
                    **{word.upper(): dtype for word, dtype in TORCH_DTYPES.items()}}
     lines = [f"def run({', '.join((*names, *map(_variable, region.scalars)))}):"]
-    full = [_variable(x.name) for x in region.inputs if x.dims == ("*",) * region.outer + (region.lane,)]
+    full = [_variable(x.name) for x in region.inputs if x.dims == region.full]
     sizes = f"{full[0]}.shape" if full else \
         f"broadcast_sizes(REGION, ({' '.join(f'{n}.shape,' for n in names)}))"
     lines.append(f"    SIZES = {sizes}")
@@ -125,7 +125,7 @@ def program(region: NormRegion) -> Callable:
             lines.append(f"    H{i} = one_lane({value}, (*SIZES[:-1], *HEADS))")
             value = f"H{i}"
         text = f"laid_out({value}, SIZES, {out.order}, {fresh})"
-        if fresh and out.order == tuple(range(region.rank)):
+        if fresh and out.is_contiguous:
             text = f"{value} if {value}.is_contiguous() and {value}.shape == SIZES else {text}"
         lines.append(f"    O{i} = {text}")
     lines.append(f"    return {' '.join(f'O{i},' for i in range(len(region.outputs)))}")

@@ -114,6 +114,10 @@ class Output:
     def __str__(self) -> str:
         return f"out {self.value}: {self.dtype} order({', '.join(map(str, self.order))})"
 
+    @property
+    def is_contiguous(self) -> bool:
+        return self.order == tuple(range(len(self.order)))
+
 
 @dataclass(frozen=True)
 class NormRegion:
@@ -156,6 +160,11 @@ class NormRegion:
     def outer(self) -> int:
         """Number of outer dims."""
         return self.rank - 1
+
+    @property
+    def full(self) -> tuple:
+        """The `dims` of an operand that has all elements of the space."""
+        return ("*",) * self.outer + (self.lane,)
 
     @property
     def head(self) -> int:

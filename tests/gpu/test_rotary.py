@@ -28,6 +28,15 @@ z: {dt} = cast(y)
 out z: {dt} order(1, 0, 2)"""
 
 
+def runs_right(r, outer, ratio, device):
+    """Check the kernel of a region on inputs of these outer sizes."""
+    inputs = [x.to(device) for x in inputs_for(r, outer, ratio)]
+    run = Runner(r)
+    outputs = run(inputs, scalars_for(r))
+    assert_right(r, inputs, scalars_for(r), outputs)
+    assert not run.reasons
+
+
 @pytest.mark.parametrize("lane", [2, 6, 16, 64, 80, 96, 128, 130, 256, 1024, 2048, 5120, 12288])
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "f32", "f64"])
 @pytest.mark.parametrize("op", LANE_OPS)
@@ -39,11 +48,7 @@ def test_rotary(op, dtype, lane, device):
         for outer, ratio in (((3, 7), 1.0), ((64, 130), 30.0), ((1, 1), 1.0)):
             if outer[0] * outer[1] * lane > 2**24:
                 continue
-            inputs = [x.to(device) for x in inputs_for(r, outer, ratio)]
-            run = Runner(r)
-            outputs = run(inputs, scalars_for(r))
-            assert_right(r, inputs, scalars_for(r), outputs)
-            assert not run.reasons
+            runs_right(r, outer, ratio, device)
 
 
 @pytest.mark.parametrize("lane", [16, 80, 128, 4096])
@@ -160,11 +165,7 @@ def test_heads(op, dtype, heads, head, device):
     for outer, ratio in (((3, 7), 1.0), ((64, 130), 30.0)):
         if outer[0] * outer[1] * r.lane > 2**24:
             continue
-        inputs = [x.to(device) for x in inputs_for(r, outer, ratio)]
-        run = Runner(r)
-        outputs = run(inputs, scalars_for(r))
-        assert_right(r, inputs, scalars_for(r), outputs)
-        assert not run.reasons
+        runs_right(r, outer, ratio, device)
 
 
 class OverHeads(nn.Module):
