@@ -59,12 +59,17 @@ def _choose(question: Question) -> Choice:
     if not choice.lasting:
         _release(question.device)  # not sooner: an exception's frames hold tensors
         return choice
+    # Shortened here, not in the file alone: who reads the choice there shall report the same.
+    choice = replace(choice, times=_rounded(choice.times), host_times=_rounded(choice.host_times),
+                     reason=choice.reason[:500])
     _store.put(key, {**{name: {"way": way.word, "config": str(way.config)}
                         for name, way in (("plain", choice.plain), ("in graph", choice.captured))},
-                     "reason": choice.reason[:500],
-                     **{name: {way: round(us, 2) for way, us in times.items()}
-                        for name, times in (("times", choice.times), ("host times", choice.host_times))}})
+                     "reason": choice.reason, "times": choice.times, "host times": choice.host_times})
     return choice
+
+
+def _rounded(times: dict[str, float]) -> dict[str, float]:
+    return {way: round(us, 2) for way, us in times.items()}
 
 
 def worth_compiling(text: str, device: torch.device, rows: int,

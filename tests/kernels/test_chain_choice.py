@@ -101,6 +101,14 @@ def test_a_kernel_that_is_slower_on_the_device_may_win_plain_calls(clock):
     assert (choice.plain, choice.captured) == (Way(ONE_KERNEL, "fast"), Way(LIBRARY))
 
 
+def test_who_reads_a_choice_reports_the_same_times(clock):
+    clock.update(fast=5.6451, slow=5.7349)  # as 5.65 and 5.73, each shown with one digit
+    clock.host = {LIBRARY: 20.0449, "fast": 19.9451}
+    first = choose(question(kernel=by_kernel))
+    clock.clear()
+    assert str(choose(question(kernel=by_kernel))) == str(first)
+
+
 def test_one_answer_is_shown_as_one(clock):
     choice = choose(question(kernel=by_kernel))
     assert choice.in_graph is None and str(choice).startswith("one kernel [fast] (library 10.0 us")
