@@ -52,14 +52,14 @@ CUDA_MAX_COLS = 16384
 CUDA_MAX_WARPS = 16
 
 #: CUDA, where the lane lies across: bytes of the rows that a tile reads side by side at one lane element, and
-#: the fewest (a sector, the least that memory moves); bytes from which a tile takes the fewest; and the
-#: elements that registers hold. Not measured yet: read off the machine code for sm_90 (Triton 3.6), where
-#: tiles like these load and store 16 bytes at a time along the rows, and spill at most 16 bytes a thread; but
-#: where the number of rows is no multiple of 4, bf16 tiles of 2048 columns spill (RMSNorm of 2048: 1488 bytes
-#: for odd numbers, 128 for even ones).
+#: the fewest (a sector, the least that memory moves); elements from which a tile takes the fewest; elements of
+#: all live tiles that a thread holds; and those that the registers of a program hold. By `kernel_sweep.py
+#: across` (LayerNorm and SiLU of 384 channels: 120 us so, 157 with 32 rows and 32 elements a thread). Where the
+#: number of rows is no multiple of 4, bf16 tiles of 2048 columns spill (by ptxas for sm_90, Triton 3.6).
 CUDA_RUN_BYTES = 64
 CUDA_SECTOR_BYTES = 32
-CUDA_ACROSS_BYTES = 32768
+CUDA_ACROSS_TILE = 8192
+CUDA_ACROSS_THREAD = 64
 CUDA_ACROSS_ELEMENTS = 32768
 
 #: CUDA: programs per multiprocessor under which tiles are cut smaller.
@@ -181,7 +181,8 @@ def _across(region: NormRegion, structure: Structure) -> tuple[Tile, ...]:
     if not holds_across(region, structure):
         rows, cols = CUDA_RUN_BYTES // width, 128
     # Not more threads than columns: each would load a weight again for every row (Triton 3.6).
-    warps = min(rows * cols * width // CUDA_WARP_BYTES, cols // 32, CUDA_MAX_WARPS)
+    warps = min(rows * cols * _live_across(region, structure) // (32 * CUDA_ACROSS_THREAD), cols // 32,
+                CUDA_MAX_WARPS)
     return (Tile(rows, cols, max(1, warps)),)
 
 
@@ -189,7 +190,7 @@ def _shape_across(region: NormRegion) -> tuple[int, int]:
     """Rows and columns of a tile of whole lanes that lie across."""
     width, cols = _width(region), max(32, columns(region))
     rows = min(MAX_ROWS, max(CUDA_RUN_BYTES, CUDA_TILE_BYTES // cols) // width)
-    while rows * cols * width > CUDA_ACROSS_BYTES and rows * width > CUDA_SECTOR_BYTES:
+    while rows * cols > CUDA_ACROSS_TILE and rows * width > CUDA_SECTOR_BYTES:
         rows //= 2
     return rows, cols
 
@@ -198,8 +199,12 @@ def holds_across(region: NormRegion, structure: Structure) -> bool:
     """Whether registers hold whole lanes that lie across. In pieces, what is above a norm is read once more
     for every pass, by few programs: no site is grown that far (fusion_pass/contract.py)."""
     rows, cols = _shape_across(region)
-    each = live_tiles(region, structure) * (2 if region.compute == "f64" else 1)
-    return rows * cols * each <= CUDA_ACROSS_ELEMENTS
+    return rows * cols * _live_across(region, structure) <= CUDA_ACROSS_ELEMENTS
+
+
+def _live_across(region: NormRegion, structure: Structure) -> int:
+    """Registers of a thread for each element that it holds of a tile."""
+    return live_tiles(region, structure) * (2 if region.compute == "f64" else 1)
 
 
 def _no_higher(tile: Tile, rows: int) -> Tile:
