@@ -46,7 +46,9 @@ CUDA_WARP_BYTES = 2048
 #: 58 otherwise), but not several tensors of rows of half that length (12 heads of 64: 82 us whole, 88 half).
 CUDA_SHORT_ROW_BYTES = 256
 #: CUDA: a row that is a program's only one takes a warp for half as many bytes, up to this many warps: its
-#: reductions take longer than its loads (LayerNorm at D 4096, 1 MB: 3.1 us so, 3.5 otherwise).
+#: reductions take longer than its loads (LayerNorm at D 4096, 1 MB: 3.1 us so, 3.5 otherwise). Bytes of the row
+#: alone, neither padded nor of modulations that rows share: Wan's gated add -> LayerNorm -> modulate at D 1536,
+#: 100 MB, takes 101 us in 2 warps, 114 in 8; SD3.5's LayerNorm -> modulate at D 2432 12.5 in 4, 15.4 in 8.
 CUDA_ROW_WARPS = 8
 CUDA_MAX_COLS = 16384
 CUDA_MAX_WARPS = 16
@@ -161,13 +163,21 @@ def _cuda(region: NormRegion, structure: Structure, target: Target) -> tuple[Til
         rows = 1  # add -> LayerNorm at D 1024, 8 MB: 10.2 us so, 10.6 with two rows
     warps = rows * cols * width // (CUDA_WARP_BYTES // share)
     if rows == 1:
-        warps = max(warps, min(CUDA_ROW_WARPS, 2 * warps))
+        each = _width_streaming(region, structure)
+        twice = 2 * region.lane * each // CUDA_WARP_BYTES
+        warps = max(cols * each // CUDA_WARP_BYTES, min(CUDA_ROW_WARPS, power(twice + 1) // 2))
     return (Tile(rows, cols, max(1, min(CUDA_MAX_WARPS, warps))),)
 
 
 def _width(region: NormRegion) -> int:
     """Bytes of the widest element in memory."""
     return max(DTYPES[x.dtype] for x in (*region.inputs, *region.outputs))
+
+
+def _width_streaming(region: NormRegion, structure: Structure) -> int:
+    """Bytes of the widest element of what every row reads and writes for itself."""
+    own = [x for x, s in zip(region.inputs, structure.operands) if s.lane and s.moving[structure.blocked]]
+    return max(DTYPES[x.dtype] for x in (*own, *region.outputs))
 
 
 def _across(region: NormRegion, structure: Structure) -> tuple[Tile, ...]:
