@@ -46,18 +46,18 @@ CUDA_WARP_BYTES = 2048
 #: 58 otherwise), but not several tensors of rows of half that length (12 heads of 64: 82 us whole, 88 half).
 CUDA_SHORT_ROW_BYTES = 256
 #: CUDA: a row that is a program's only one takes a warp for half as many bytes, up to this many warps: its
-#: reductions take longer than its loads (LayerNorm at D 4096, 1 MB: 3.1 us so, 3.5 otherwise). Bytes of the row
-#: alone, neither padded nor of modulations that rows share: Wan's gated add -> LayerNorm -> modulate at D 1536,
-#: 100 MB, takes 101 us in 2 warps, 114 in 8; SD3.5's LayerNorm -> modulate at D 2432 12.5 in 4, 15.4 in 8.
+#: reductions take longer than its loads (LayerNorm at D 4096, 1 MB: 3.1 us so, 3.5 otherwise). Bytes of the
+#: row alone, neither padded nor of modulations that rows share: Wan's gated add -> LayerNorm -> modulate at
+#: D 1536, 100 MB: 101 us in 2 warps, 114 in 8; SD3.5's LayerNorm -> modulate at D 2432: 12.5 in 4, 15.4 in 8.
 CUDA_ROW_WARPS = 8
 CUDA_MAX_COLS = 16384
 CUDA_MAX_WARPS = 16
 
 #: CUDA, where the lane lies across: bytes of the rows that a tile reads side by side at one lane element, and
-#: the fewest (a sector, the least that memory moves); elements from which a tile takes the fewest; elements of
-#: all live tiles that a thread holds; and those that the registers of a program hold. By `kernel_sweep.py
-#: across` (LayerNorm and SiLU of 384 channels: 120 us so, 157 with 32 rows and 32 elements a thread). Where the
-#: number of rows is no multiple of 4, bf16 tiles of 2048 columns spill (by ptxas for sm_90, Triton 3.6).
+#: the fewest (a sector, the least that memory moves); elements from which a tile takes the fewest; elements
+#: of all live tiles that a thread holds; and those that the registers of a program hold. By `kernel_sweep.py
+#: across` (LayerNorm and SiLU of 384 channels: 120 us so, 157 with 32 rows and 32 elements a thread). Where
+#: the number of rows is no multiple of 4, bf16 tiles of 2048 columns spill (by ptxas for sm_90, Triton 3.6).
 CUDA_RUN_BYTES = 64
 CUDA_SECTOR_BYTES = 32
 CUDA_ACROSS_TILE = 8192
