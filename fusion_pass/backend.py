@@ -50,7 +50,7 @@ from .patterns.chain import extend_chains
 from .patterns.packed import join_packed
 from .patterns.rotary_site import PATTERN as ROTARY
 from .patterns.rotary_site import take_rotary
-from .remedies import NOT_INNERMOST, remedy
+from .remedies import remedy
 from .report import FusionReport, SiteReport, emit, progress, record
 from .rewrite import Unit, read_by_result, rewrite
 from .select import select
@@ -347,15 +347,14 @@ def _fused(lens: Lens, site: Site, part: Site, call, behind, ways, outcome) -> S
     """The report of `part`, which is `site` itself or one of those that share its launch."""
     others = [_name_beside(part, other) for other in site.parts if other is not part]
     notes = [f"one launch with {', '.join(others)}"] if others else []
-    copied = [value_of(node) for node in part.copied]
-    notes += [f"reads a contiguous copy of its input: {why_not(fake)}" for fake in copied]
+    notes += [f"reads a contiguous copy of its input: {why_not(value_of(node))}" for node in part.copied]
     return SiteReport(
         status="fused", pattern=part.pattern, where=lens.where(part.anchor), node=part.anchor.name,
         region=site.region.text, device=str(lens.tensor(part.anchor).device),
         kernels_removed=cost.kernels_removed(lens, part), hidden_kernels=cost.hidden_kernels(part),
         bytes_before=cost.bytes_before(lens, part), bytes_after=cost.bytes_after(lens, part),
         symbolic=any(not isinstance(n, int) for fake in part.fakes for n in fake.shape),
-        note="; ".join(notes), remedy=remedy(NOT_INNERMOST) if copied else "",
+        note="; ".join(notes),
         chain=ways.chain.words if ways is not None else "", call=call, calls_behind=behind, record=outcome,
         chain_runner=ways)
 

@@ -1,14 +1,11 @@
-"""What a person can do about a norm that is not fused as it might be, where something is known to help."""
+"""What a person can do about a norm that is declined, where something is known to help."""
 
 from __future__ import annotations
-
-#: How the reason begins of a norm whose input lies across memory, where kernels do not walk it.
-NOT_INNERMOST = "the normalised dim is not the innermost in memory"
 
 #: How a reason of the report begins -> what helps, in half a sentence (Markdown). The table of reasons in
 #: docs/fusions.md has the same words; a test compares them. A remedy that gives other numbers says so.
 REMEDIES = {
-    NOT_INNERMOST:
+    "the normalised dim is not the innermost in memory":
         "channels_last memory, where the convolution in front returns it; normalise before the transpose",
     "the result's normalised dim is not the innermost in memory": "`.contiguous()` above",
     "the normalised dim lies across memory, too long for so many operands": "channels_last memory",

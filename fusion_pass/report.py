@@ -47,7 +47,7 @@ class SiteReport:
     bytes_after: int | None = None
     symbolic: bool = False  # the byte counts are for the sizes seen at compile time
     note: str = ""
-    remedy: str = ""  # what the user can do about `reason`, or about a copy; "" where nothing is known
+    remedy: str = ""  # what the user can do about `reason`; "" where nothing is known to help
     chain: str = ""  # "linear -> gelu -> linear": what follows the norm in the same op
     # What the methods of such names tell (kernel_name, ...), some of it while the model runs; as fields they
     # are set in reports read from JSON.
@@ -396,15 +396,13 @@ def _details(site: SiteReport) -> list[str]:
     else:
         at = f" (node {visible(site.node)})" if site.node else ""
         lines = [f"{pattern}: {visible(site.reason) or 'no reason given'}{at}"]
+        if site.remedy:
+            lines.append(f"what helps: {visible(site.remedy)}")
         if hidden:
             lines.append(f"still launches {', '.join(hidden)}")
     if site.chain:
         lines.append(f"and in the same op: {visible(site.chain)}")
-    if site.note:
-        lines.append(visible(site.note))
-    if site.remedy:
-        lines.append(f"what helps: {visible(site.remedy)}")
-    return lines
+    return [*lines, visible(site.note)] if site.note else lines
 
 
 def _footnotes(report: FusionReport) -> list[str]:

@@ -53,7 +53,12 @@ def extend_chains(lens: Lens, taken: Taken, differentiable: bool = True) -> dict
     """
     alone: dict[Node, Decline] = {}
     for site in taken.sites:
-        if len(site.norms) != 1 or site.norms[0].out in lens.transformed:
+        if site.norms[0].out in lens.transformed:
+            continue
+        if len(site.norms) != 1:
+            alone |= {part.anchor: Decline("norms that share a launch begin none", part.anchor)
+                      for part in site.parts
+                      if any(_is_read(lens, part, node, taken) for node in part.outputs)}
             continue
         refused: list[Decline] = []
         for chain in _proposals(lens, site, taken, refused):
@@ -108,15 +113,20 @@ def _proposals(lens: Lens, site: Site, taken: Taken, refused: list[Decline]) -> 
 
 def _readable(lens: Lens, site: Site, taken: Taken, refused: list[Decline]) -> list[Node]:
     """The outputs of `site` that products of a chain may read. Where others do, `refused` gets the reason."""
-    readable = _with_features_innermost(site) if _has_layout(lens, site) else []
-    first = site.axis is not None
-    for node in site.outputs:
-        others: list[Decline] = []
-        if node not in readable and (products_of(lens, site, node, first, taken, others) or others):
-            refused.append(Decline("the features of the norm's result are not the innermost in memory", node)
-                           if _has_layout(lens, site) else
-                           Decline("the norm's result is reshaped behind its kernel", node))
+    known = _has_layout(lens, site)
+    readable = _with_features_innermost(site) if known else []
+    node = next((n for n in site.outputs if n not in readable and _is_read(lens, site, n, taken)), None)
+    if node is not None and known:
+        refused.append(Decline("the features of the norm's result are not the innermost in memory", node))
+    elif node is not None:
+        refused.append(Decline("the norm's result is reshaped behind its kernel", node))
     return readable
+
+
+def _is_read(lens: Lens, site: Site, node: Node, taken: Taken) -> bool:
+    """Whether products read the output `node` of `site`, in whatever layout."""
+    refused: list[Decline] = []
+    return bool(products_of(lens, site, node, site.axis is not None, taken, refused) or refused)
 
 
 def _has_layout(lens: Lens, site: Site) -> bool:
