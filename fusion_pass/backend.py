@@ -204,7 +204,7 @@ class Fused:
     Attributes:
         graph: the fused form; None where nothing was fused.
         sites: a report for each norm site, in the order of the graph.
-        rotary: one for each rotary embedding that no norm's site has, fused by itself or declined.
+        rotary: one for each rotary embedding that is in none of them, fused by itself or declined.
     """
 
     graph: Graph | None
@@ -276,8 +276,9 @@ def _fuse(graph: Graph, options: Options, wanted: Callable[[Site], bool] | None,
     reports = [pair for unit in taken.sites for pair in _reports(lens, unit, options.self_check)]
     apart = [pair for pair in reports if pair[0] in besides]
     apart += [_declined(lens, node, why, pattern=ROTARY) for node, why in left]
-    norms_alone = [pair for anchor, report in reports if anchor not in besides
-                   for pair in _noted([(anchor, report)], _why_alone(unchained.get(anchor)))]
+    alone = {anchor: f"no chain behind it: {why.reason}" for anchor, why in unchained.items()}
+    norms_alone = [(anchor, _noted(report, alone.get(anchor, "")))
+                   for anchor, report in reports if anchor not in besides]
     return Fused(fused, (*_in_order(lens, norms_alone + declined), *_nested(graph)), _in_order(lens, apart))
 
 
@@ -293,24 +294,20 @@ def _reports(lens: Lens, taken: Unit, self_check: str):
     if isinstance(taken, CatSite):
         found = [_reports_of(lens, piece, piece, _call(piece, taken.places(piece)), self_check)
                  for piece in taken.pieces]
-        return _noted([pair for pairs in found for pair in pairs],
-                      "written to its place in the result of torch.cat")
+        return [(anchor, _noted(report, "written to its place in the result of torch.cat"))
+                for pairs in found for anchor, report in pairs]
     if not isinstance(taken, ChainSite):
         return _reports_of(lens, taken, taken, _call(taken), self_check)
     call = _call(taken.site, taken.places(lens, taken.site))
     found = _reports_of(lens, taken, taken.site, call, self_check)
-    return _noted(found, "written to its place in the result of a later torch.cat") if taken.wholes else found
+    return found if not taken.wholes else [
+        (anchor, _noted(report, "written to its place in the result of a later torch.cat"))
+        for anchor, report in found]
 
 
-def _why_alone(refusal: Decline | None) -> str:
-    """The note on a site that products read, and that `refusal` keeps from beginning a chain."""
-    return "" if refusal is None else f"no chain behind it: {refusal.reason}"
-
-
-def _noted(reports: list[tuple[Node, SiteReport]], note: str) -> list[tuple[Node, SiteReport]]:
-    """The reports with a note more."""
-    return [(anchor, replace(report, note="; ".join(filter(None, (report.note, note)))))
-            for anchor, report in reports]
+def _noted(report: SiteReport, note: str) -> SiteReport:
+    """The report with a note more, if there is one."""
+    return replace(report, note="; ".join(filter(None, (report.note, note)))) if note else report
 
 
 def _reports_of(lens: Lens, taken: Site | ChainSite, site: Site, call, self_check: str):

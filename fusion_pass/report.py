@@ -32,7 +32,7 @@ FUSED, DECLINED = "fused", "declined"
 
 @dataclass(frozen=True)
 class SiteReport:
-    """One norm site: what was done there, or why nothing was. Or a rotary embedding on no fused norm."""
+    """One norm site, or a rotary embedding that is in none: what was done there, or why nothing was."""
 
     status: str  # "fused" | "declined"
     pattern: str
@@ -120,7 +120,7 @@ _LIVE = {"call", "calls_behind", "record", "chain_runner"}
 
 @dataclass(frozen=True, repr=False)
 class FusionReport:
-    """All norm sites of one graph, in graph order, and the rotary embeddings that no norm's site has."""
+    """All norm sites of one graph, in graph order, and the rotary embeddings that are in none of them."""
 
     name: str = ""  # the model's class, where known
     graph_index: int = 0

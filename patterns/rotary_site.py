@@ -130,19 +130,18 @@ def _is_embedding(lens: Lens, composite: Composite) -> bool:
     a rotation is nothing to report."""
     if composite.term.op not in ROTATIONS:  # written into a buffer: the sum is part of it
         return True
-    rotated = _sums(lens, composite.out, composite.nodes)
-    return any(rotated & _sums(lens, value, composite.nodes) for value in composite.term.values)
+    rotated = _sums(lens, composite.out)
+    return any(rotated & _sums(lens, value) for value in composite.term.values)
 
 
-def _sums(lens: Lens, value: Node, rotation: Collection[Node]) -> set[Node]:
-    """The sums that read `value` through products, casts and views, past the nodes of `rotation`."""
+def _sums(lens: Lens, value: Node) -> set[Node]:
+    """The sums that read `value` through products, casts and views (so not through a rotation)."""
     stack, seen, sums = [value], {value}, set()
     while stack:
         for user in stack.pop().users:
             if pointwise_word(lens, user) == "add":
                 sums.add(user)
-            elif user not in seen and user not in rotation and \
-                    (lens.kind(user) in ("mul", "to", "copy") or lens.is_view(user)):
+            elif user not in seen and (lens.kind(user) in ("mul", "to", "copy") or lens.is_view(user)):
                 seen.add(user)
                 stack.append(user)
     return sums

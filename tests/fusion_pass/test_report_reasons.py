@@ -121,6 +121,14 @@ def written(m, x):
     return y
 
 
+def both_products(m, x):
+    """One that a chain may hold, and one that none may."""
+    y = m.norm(x)
+    z = m.fc(y)
+    z[:, 0] = 0
+    return z, m.fc(y)
+
+
 def plain(m, x):
     return m.fc(m.norm(x))
 
@@ -175,8 +183,9 @@ def test_norms_that_share_a_launch():
 
 def test_gradients_that_another_inner_compiler_records():
     options = {"grad": True, "backend_options": {"inner": "aot_eager"}}
-    site = on_cpu(plain, TOKENS, **options)
-    assert site.note == 'no chain behind it: gradients are recorded, and inner is not "eager"'
+    for form in (plain, both_products):
+        assert on_cpu(form, TOKENS, **options).note == \
+            'no chain behind it: gradients are recorded, and inner is not "eager"'
 
 
 def test_where_all_is_well_nothing_is_said():
