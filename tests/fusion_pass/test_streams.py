@@ -1,0 +1,443 @@
+"""A residual stream that lies across memory is laid out once; whatever could be told from outside is left."""
+
+import pytest
+import torch
+from checks import check as within_bound
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ascend_ln_fuse import Options, across, backend, last_reports
+from ascend_ln_fuse.effects import tensors_of, value_of
+from ascend_ln_fuse.graph import Lens
+from ascend_ln_fuse.loading import Example
+from ascend_ln_fuse.memory import live_bytes
+from ascend_ln_fuse.streams import streams_across, without_streams_across
+from ascend_ln_fuse.trace import trace
+
+BATCH, WIDTH = 2, 16
+NOTE = "1 stream that lies across memory is copied where it begins: {} norms read rows"
+NOISE = torch.Generator()
+
+
+def randn(*shape, dtype=torch.float32):
+    return torch.randn(shape, generator=NOISE.manual_seed(sum(shape))).to(dtype)
+
+
+def video(dtype=torch.float32, frames=4, size=8):
+    return randn(BATCH, 3, frames, size, size, dtype=dtype)
+
+
+POSITIONS = randn(1, 64, WIDTH)
+
+
+class Block(nn.Module):
+    """A block of diffusers' HunyuanVideo with an image stream alone (transformer_hunyuan_video.py)."""
+
+    def __init__(self, norm=F.layer_norm):
+        super().__init__()
+        self.norm = norm
+        self.emb, self.attn, self.ff = (nn.Linear(WIDTH, n * WIDTH) for n in (6, 1, 1))
+
+    def forward(self, hidden, temb):
+        shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = self.emb(temb)[:, None].chunk(6, dim=-1)
+        attn = self.attn(self.norm(hidden, (WIDTH,)) * (1 + scale) + shift)
+        hidden = hidden + attn * gate
+        ff = self.ff(F.silu(self.norm(hidden, (WIDTH,)) * (1 + scale_mlp) + shift_mlp))
+        return hidden + gate_mlp * ff
+
+
+class Video(nn.Module):
+    """`between` is done with the tokens in front of the blocks, `behind` with what the blocks yield."""
+
+    def __init__(self, between=lambda x: x, behind=lambda x: F.layer_norm(x, (WIDTH,)), norm=F.layer_norm):
+        super().__init__()
+        self.between, self.behind = between, behind
+        self.patch = nn.Conv3d(3, WIDTH, (1, 2, 2), stride=(1, 2, 2))
+        self.blocks = nn.ModuleList(Block(norm) for _ in range(2))
+        self.temb = nn.Parameter(randn(BATCH, WIDTH))
+
+    def forward(self, x):
+        hidden = self.between(self.patch(x).flatten(2).transpose(1, 2))
+        for block in self.blocks:
+            hidden = block(hidden, self.temb)
+        return self.behind(hidden)
+
+
+def model(*args, dtype=torch.float32, **kwargs):
+    torch.manual_seed(0)
+    return Video(*args, **kwargs).to(dtype).eval()
+
+
+class Honest(torch.fx.Interpreter):
+    """Runs a graph; what nodes yield must lie in memory as their fakes say."""
+
+    def run_node(self, node):
+        result = super().run_node(node)
+        if node.op == "output":
+            return result
+        for real, fake in zip(tensors_of(result), tensors_of(value_of(node)), strict=True):
+            assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype), node
+            assert real.storage_offset() == fake.storage_offset(), node
+        return result
+
+
+def graph_of(f, *inputs):
+    found = []
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(f, backend=lambda gm, _: found.append(gm.graph) or gm.forward)(*inputs)
+    graph, = found
+    return graph
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b)
+    return True
+
+
+def laid_out(f, *inputs, same=torch.equal, grad=False):
+    """The note on a function whose graph, streams laid out, yields what eager does."""
+    notes = []
+
+    def lay_out(gm, _):
+        graph, note = without_streams_across(gm.graph)
+        assert (graph is gm.graph) == (not note)
+        notes.append(note)
+        return Honest(torch.fx.GraphModule(gm, graph)).run
+
+    torch._dynamo.reset()
+    with torch.set_grad_enabled(grad):
+        ours, eager = (call(*map(torch.clone, inputs)) for call in (torch.compile(f, backend=lay_out), f))
+    for a, b in zip(tensors_of(ours), tensors_of(eager), strict=True):
+        assert same(a, b) and a.stride() == b.stride()
+    note, = notes
+    return note
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_video_transformer(dtype):
+    assert laid_out(model(dtype=dtype), video(dtype)) == NOTE.format(5)
+
+
+@pytest.mark.parametrize("between", [
+    lambda x: x + POSITIONS,
+    lambda x: (x + POSITIONS).to(torch.float64).float(),
+    lambda x: F.dropout(x * 0.5, 0.1, False),
+    lambda x: x.unflatten(1, (4, 16)).flatten(1, 2),
+    lambda x: x[:, 3:] + POSITIONS[0, 3:],
+    lambda x: x * torch.cat(x.split(8, 1), 1),
+    lambda x: x.view(x.shape[0], -1, WIDTH),
+    lambda x: x - x.mean(1, keepdim=True),
+], ids=["position", "casts", "dropout", "views", "slice", "pieces", "shape", "mean"])
+def test_in_front_of_the_blocks(between):
+    assert laid_out(model(between), video(), same=close) == NOTE.format(5)
+
+
+
+
+def test_two_streams():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.image, self.text = model(), model(norm=F.rms_norm)
+            self.text.patch = nn.Conv1d(3, WIDTH, 1)
+
+        def forward(self, x, y):
+            return self.image(x), self.text(y)
+
+    assert laid_out(Both(), video(), randn(BATCH, 3, 32), same=close) == \
+        "2 streams that lie across memory are copied where they begin: 10 norms read rows"
+
+
+def written(x, shape):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+@pytest.mark.parametrize("norm", [F.rms_norm, written], ids=["rms_norm", "written"])
+def test_other_norms(norm):
+    assert laid_out(model(norm=norm), video(), same=close) == NOTE.format(5)
+
+
+def compiled(f, **options):
+    torch._dynamo.reset()
+    return torch.compile(f, backend="ascend_ln_fuse", options={"report": "off", **options})
+
+
+@pytest.mark.parametrize("most", [2048, 8], ids=["short rows", "long rows"])
+def test_sites_grow_over_the_sums(most, monkeypatch):
+    """Long rows that lie across are not walked by kernels; the short ones here would be."""
+    monkeypatch.setattr(across, "MAX_ACROSS", most)
+    found = {}
+    for choice in ("keep", "simplify"):
+        torch._dynamo.reset()
+        report = within_bound(model(), video(), fused=5, backend_options={"streams": choice})
+        found[choice] = [site.pattern.startswith("modulate -> layer_norm") for site in report.sites]
+        assert report.notes == ((NOTE.format(5),) if choice == "simplify" else ())
+    assert found["simplify"] == [False, True, True, True, True]
+    assert any(found["keep"]) == (most == 2048)
+
+
+# -- what is left as it was
+
+
+@torch.library.custom_op("test_streams::twice", mutates_args=())
+def custom(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@custom.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+@torch._dynamo.allow_in_graph
+def unknown(x):
+    return x * 2
+
+
+CONV = nn.Conv2d(WIDTH, WIDTH, 3, padding=1).requires_grad_(False)
+
+
+def image(x):
+    return x + CONV(x.transpose(1, 2).unflatten(2, (8, 8))).flatten(2).transpose(1, 2)
+
+
+def transposed_back(x):
+    return x + x.transpose(1, 2).reshape(BATCH, -1).view(BATCH, WIDTH, -1).transpose(1, 2)
+
+
+def by_index(x):
+    return x + x[:, torch.arange(64)]
+
+
+def by_strides(x):
+    return x + x.as_strided((WIDTH,), (1,))
+
+
+def in_place(x):
+    x = x * 2
+    x += 1
+    return x
+
+
+def first_kept(x):
+    return x + x[:1, 0].contiguous()
+
+
+@pytest.mark.parametrize("between", [
+    image, transposed_back, by_index, by_strides, in_place, first_kept, custom, unknown,
+    lambda x: x.relu_(),
+    lambda x: x * torch.zeros_like(x),
+    lambda x: x * x.softmax(1),
+    lambda x: x + checkpoint(torch.sin, x, use_reentrant=False),
+    lambda x: torch.cat([x[:, :1], x], 1),
+    lambda x: x.contiguous(),
+    lambda x: torch.vmap(lambda one: one * 2)(x),
+])
+def test_left_for_what_is_done_between(between):
+    assert not laid_out(model(between), video())
+
+
+def test_left_where_dropout_draws():
+    """Which element gets which number depends on memory."""
+    def f(x, weight):
+        hidden = F.conv1d(x, weight).transpose(1, 2)
+        for _ in range(3):
+            hidden = hidden + F.layer_norm(F.dropout(hidden, 0.5), (WIDTH,))
+        return F.layer_norm(hidden, (WIDTH,))
+
+    assert not streams_across(graph_of(f, randn(BATCH, 3, 8), randn(WIDTH, 3, 1)))
+
+
+@pytest.mark.parametrize("behind", [
+    lambda x: x, lambda x: (F.layer_norm(x, (WIDTH,)), x[:, :1]), lambda x: x.transpose(1, 2) * 2,
+    lambda x: x.reshape(BATCH, -1),
+], ids=["stream", "piece", "transposed", "reshaped"])
+def test_left_where_it_is_returned(behind):
+    """Strides are part of what a graph returns."""
+    assert not laid_out(model(behind=behind), video())
+
+
+class Owned(nn.Module):
+    """A stream that begins as a view of `base`, which `use` may read too: with the base or a view of it, in
+    front of the blocks, and with the stream and the base behind them."""
+
+    def __init__(self, base=lambda x: x * 2, before=lambda base: None, use=lambda base, last: last):
+        super().__init__()
+        self.base, self.before, self.use = base, before, use
+        self.blocks = model().blocks
+
+    def forward(self, x):
+        base = self.base(x)
+        hidden = base.transpose(1, 2)
+        self.before(base)
+        for block in self.blocks:
+            hidden = block(hidden, hidden.new_ones(BATCH, WIDTH))
+        return self.use(base, F.layer_norm(hidden, (WIDTH,)))
+
+
+def test_a_stream_of_its_own():
+    assert laid_out(Owned(), randn(BATCH, WIDTH, 64)) == NOTE.format(5)
+
+
+@pytest.mark.parametrize("options", [
+    dict(base=lambda x: x),
+    dict(base=lambda x: x[:1].expand(BATCH, -1, -1)),
+    dict(use=lambda base, last: (last, base)),
+    dict(use=lambda base, last: (last, base[0])),
+    dict(use=lambda base, last: last + base.transpose(1, 2)),
+    dict(before=lambda base: base.mul_(2)),
+    dict(before=lambda base: base[:, 0].zero_()),
+    dict(before=unknown),
+], ids=["input", "expanded", "returned", "a piece returned", "read later", "written", "a piece written",
+        "unknown"])
+def test_left_where_the_memory_is_not_its_own(options):
+    assert not laid_out(Owned(**options), randn(BATCH, WIDTH, 64))
+
+
+def test_left_where_gradients_are_recorded():
+    for training in (False, True):
+        model_ = model().requires_grad_(training)
+        assert bool(laid_out(model_, video(), grad=True)) != training
+
+
+def few(count, gate=lambda x: x):
+    """A view and a norm of it, and `count` sums with a norm behind each."""
+    def f(x):
+        hidden = (x * 2).transpose(1, 2)
+        out = F.layer_norm(hidden, (WIDTH,))
+        for _ in range(count):
+            hidden = hidden + gate(out)
+            out = F.layer_norm(hidden, (WIDTH,))
+        return out
+
+    return f
+
+
+@pytest.mark.parametrize("most, least", [(2048, 3), (8, 1)], ids=["short rows", "long rows"])
+def test_costs_decide(most, least, monkeypatch):
+    """Short rows are read as they lie; for long ones eager's copies are made."""
+    monkeypatch.setattr(across, "MAX_ACROSS", most)
+    notes = [bool(laid_out(few(count), randn(BATCH, WIDTH, 64))) for count in range(5)]
+    assert notes == [count >= least for count in range(5)]
+
+
+class ConvNeXt(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dw, self.fc1, self.fc2 = CONV, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        for _ in range(3):
+            hidden = F.layer_norm(self.dw(x).permute(0, 2, 3, 1), (WIDTH,))
+            x = x + self.fc2(F.gelu(self.fc1(hidden))).permute(0, 3, 1, 2)
+        return x
+
+
+class ClassToken(nn.Module):
+    """How a ViT begins: its stream is the result of a cat."""
+
+    def __init__(self):
+        super().__init__()
+        self.video = model()
+
+    def forward(self, x):
+        hidden = self.video.patch(x).flatten(2).transpose(1, 2)
+        hidden = torch.cat([hidden.new_zeros(BATCH, 1, WIDTH), hidden], 1)
+        for block in self.video.blocks:
+            hidden = block(hidden, self.video.temb)
+        return hidden
+
+
+class Decoder(nn.Module):
+    """As in a VAE: norms over channels, convolutions, and attention over pixels between them."""
+
+    def forward(self, x):
+        for _ in range(3):
+            x = x + CONV(F.silu(F.group_norm(x, 4)))
+            tokens = F.group_norm(x, 4).flatten(2).transpose(1, 2)
+            x = x + F.scaled_dot_product_attention(tokens, tokens, tokens).transpose(1, 2).view(x.shape)
+            x = F.normalize(x, dim=1)
+        return x
+
+
+@pytest.mark.parametrize("f, shape", [(ConvNeXt(), (BATCH, WIDTH, 8, 8)), (Decoder(), (BATCH, WIDTH, 8, 8)),
+                                      (ClassToken(), (BATCH, 3, 4, 8, 8))], ids=["ConvNeXt", "VAE", "ViT"])
+def test_models_that_have_no_such_stream(f, shape):
+    assert not laid_out(f.requires_grad_(False), randn(*shape))
+
+
+# -- sizes that vary, autocast, memory, compilers
+
+
+@pytest.mark.parametrize("streams", ["simplify", "keep"])
+def test_sizes_that_vary(streams, monkeypatch):
+    """No guard more: the same graph serves all sizes, as without."""
+    graphs = []
+    fuse = backend.fuse
+    monkeypatch.setattr(backend, "fuse", lambda graph, *a, **k: graphs.append(graph) or fuse(graph, *a, **k))
+    video_model = model()
+    call = torch.compile(video_model, backend="ascend_ln_fuse", dynamic=True,
+                         options={"report": "off", "streams": streams})
+    torch._dynamo.reset()
+    with torch.no_grad():
+        for frames, size in ((4, 8), (1, 8), (3, 6), (9, 4), (5, 12)):
+            x = video(frames=frames, size=size)
+            ours, eager = call(x), video_model(x)
+            torch.testing.assert_close(ours, eager)
+            assert ours.stride() == eager.stride()
+            if len(graphs) == 1:
+                assert last_reports()[-1].notes == ((NOTE.format(5),) if streams == "simplify" else ())
+    assert len(graphs) == 2  # one frame is a graph of its own
+
+
+def test_ambient_autocast():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert laid_out(model(), video()) == NOTE.format(5)
+
+
+def test_autocast_in_the_graph():
+    """The fakes of a region cannot be made anew outside of it."""
+    video_model = model()
+
+    def f(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return video_model(x)
+
+    assert laid_out(f, video()) == NOTE.format(5)  # norms and sums are the same in either
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_compilers_that_run_what_is_written(inner):
+    video_model = model()
+    with torch.no_grad():
+        ours, eager = compiled(video_model, inner=inner)(video()), video_model(video())
+    torch.testing.assert_close(ours, eager)
+    assert last_reports()[-1].notes == (NOTE.format(5),)
+
+
+def test_other_compilers_choose_layouts_themselves():
+    with torch.no_grad():
+        compiled(model(), inner="inductor")(video())
+    assert not last_reports()[-1].notes
+
+
+def test_explain():
+    """On an NPU no kernel walks rows that lie across, long or short."""
+    report, = trace(Example(model(), (video(),), {}))
+    assert report.notes == (NOTE.format(5),) and report.fused == 5
+    report, = trace(Example(model(), (video(),), {}), Options(streams="keep"))
+    assert not report.notes
+
+
+def test_no_more_memory():
+    """From the copy on, nothing takes more than it did; at the copy, what the first norm took in eager."""
+    graph = graph_of(model(), video())
+    laid, _ = without_streams_across(graph)
+    used = [dict(zip([node.name for node in lens.nodes], live_bytes(lens, lens.nodes)))
+            for lens in map(Lens, (graph, laid))]
+    stream = BATCH * 64 * WIDTH * 4
+    assert used[1]["clone"] <= used[0]["layer_norm"]
+    assert all(used[1][name] <= taken for name, taken in used[0].items() if name != "hidden")
+    assert used[0]["hidden"] >= stream
