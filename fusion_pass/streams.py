@@ -27,7 +27,6 @@ from torch.fx.node import map_arg
 from .across import walks
 from .effects import (
     RANDOM,
-    WORLD,
     effects_of,
     is_attention_without_dropout,
     is_idle_dropout,
@@ -138,10 +137,11 @@ class Stream:
             if len(before) != len(after) or not all(map(_are_alike, before, after)):
                 return False
             read = [arg for arg in node.all_input_nodes if arg in self.values]
-            was_view, is_view = _share(was, map(self.was, read)), _share(now, map(self.now, read))
+            was_view = is_idle_dropout(node) or _share(was, map(self.was, read))
+            is_view = _share(now, map(self.now, read))
             if was_view != is_view and not (is_view and _is_whole(now)):
                 return False  # a copy more, or a small view that keeps what it is a view of
-            if is_view or is_idle_dropout(node) or not all(map(_lie_alike, before, after)):
+            if is_view or not all(map(_lie_alike, before, after)):
                 self.values[node] = now
                 go_on(node)
         return True
@@ -184,7 +184,8 @@ class Stream:
 
 def _is_across(fake: torch.Tensor | None) -> bool:
     """Whether a fake is dense, but its last dim not the innermost in memory."""
-    if not isinstance(fake, FakeTensor) or fake.dim() < 2 or hint(fake.shape[-1]) < 2:
+    if not isinstance(fake, FakeTensor) or fake.layout is not torch.strided or fake.dim() < 2 or \
+            hint(fake.shape[-1]) < 2:
         return False
     try:
         return layout_order(None, fake)[-1] != fake.dim() - 1
@@ -202,16 +203,15 @@ def _starts_across(node: Node) -> bool:
 
 
 def _is_own(lens: Lens, lifetimes: Lifetimes, source: Node) -> bool:
-    """Whether the memory of `source` is made by the graph, stays inside of it, and is not written later."""
-    keys = lens.storages(source)
-    if len(keys) != 1 or WORLD in keys or not _is_plain(value_of(source)) or source in lens.transformed:
+    """Whether the memory of `source` is made by the graph, and nobody writes it later."""
+    if not _is_plain(value_of(source)) or source in lens.transformed:
         return False
-    key, = keys
-    return key not in lifetimes.inputs | lifetimes.leaving and not lifetimes.is_written_from(key, source)
+    key, = lens.storages(source)
+    return key not in lifetimes.inputs and not lifetimes.is_written_from(key, source)
 
 
 def _dies(lens: Lens, lifetimes: Lifetimes, stream: Stream) -> bool:
-    """Whether the memory of the source is kept by nobody when it has been copied."""
+    """Whether nobody keeps the memory of the source when it has been copied, the graph's caller included."""
     key, = lens.storages(stream.source)
     return not any(lens.position[reader] > lens.position[stream.source]
                    for node in lifetimes.aliases[key] if node not in stream.values for reader in node.users)
