@@ -51,6 +51,20 @@ class Arithmetic:
             return f"{total} * {self.share}"
         return self._true_quotient(total, repr(float(self.lane)))
 
+    def reciprocal(self, text: str) -> str:
+        """1 / `text` to an ulp or so, for what is rounded to half precision; 0 where that is below fp32's
+        normal numbers."""
+        return self._instruction("1.0 / ", "rcp.approx.ftz.f32", text)
+
+    def exp2(self, text: str) -> str:
+        """2 ** `text`, likewise."""
+        return self._instruction("tl.exp2", "ex2.approx.ftz.f32", text)
+
+    @property
+    def approximates(self) -> bool:
+        """Whether results that are rounded to half precision may come from half_precision.py."""
+        return self._precise
+
     @property
     def _precise(self) -> bool:
         """Whether the target has roots and quotients that are rounded correctly, beside others."""

@@ -20,6 +20,7 @@ import hashlib
 from functools import lru_cache
 
 from .arithmetic import Arithmetic
+from .half_precision import FORMS as HALF_FORMS
 from .lanes import by_halves, check_moves, held, moved, places
 from .layout import Structure, Unsupported
 from .pointwise import POINTWISE
@@ -358,8 +359,16 @@ class Generator:
         else:
             words = [self._word(arg) for arg in line.args]
             self.put(f"# {line}")
-            text = words[0] if line.op == "cast" else POINTWISE[line.op].triton.format(*words)
+            text = words[0] if line.op == "cast" else self._pointwise(line, words)
         self.put(f"{value.var} = {self._rounded(text, line)}")
+
+    def _pointwise(self, line: Line, words: list[str]) -> str:
+        if line.dtype == self.compute or line.op not in HALF_FORMS or not self.arithmetic.approximates:
+            return POINTWISE[line.op].triton.format(*words)
+        statements, text = HALF_FORMS[line.op](self.arithmetic, *words, line.name)
+        for statement in statements:
+            self.put(statement)
+        return text
 
     def _moved(self, line: Line) -> str:
         x = self._value(line.args[0])

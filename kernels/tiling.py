@@ -46,20 +46,22 @@ CUDA_WARP_BYTES = 2048
 #: 58 otherwise), but not several tensors of rows of half that length (12 heads of 64: 82 us whole, 88 half).
 CUDA_SHORT_ROW_BYTES = 256
 #: CUDA: a row that is a program's only one takes a warp for half as many bytes, up to this many warps: its
-#: reductions take longer than its loads (LayerNorm at D 4096, 1 MB: 3.1 us so, 3.5 otherwise).
+#: reductions take longer than its loads (LayerNorm at D 4096, 1 MB: 3.1 us so, 3.5 otherwise). Bytes of the
+#: row alone, neither padded nor of modulations that rows share: Wan's gated add -> LayerNorm -> modulate at
+#: D 1536, 100 MB: 101 us in 2 warps, 114 in 8; SD3.5's LayerNorm -> modulate at D 2432: 12.5 in 4, 15.4 in 8.
 CUDA_ROW_WARPS = 8
 CUDA_MAX_COLS = 16384
 CUDA_MAX_WARPS = 16
 
 #: CUDA, where the lane lies across: bytes of the rows that a tile reads side by side at one lane element, and
-#: the fewest (a sector, the least that memory moves); bytes from which a tile takes the fewest; and the
-#: elements that registers hold. Not measured yet: read off the machine code for sm_90 (Triton 3.6), where
-#: tiles like these load and store 16 bytes at a time along the rows, and spill at most 16 bytes a thread; but
-#: where the number of rows is no multiple of 4, bf16 tiles of 2048 columns spill (RMSNorm of 2048: 1488 bytes
-#: for odd numbers, 128 for even ones).
+#: the fewest (a sector, the least that memory moves); elements from which a tile takes the fewest; elements
+#: of all live tiles that a thread holds; and those that the registers of a program hold. By `kernel_sweep.py
+#: across` (LayerNorm and SiLU of 384 channels: 120 us so, 157 with 32 rows and 32 elements a thread). Where
+#: the number of rows is no multiple of 4, bf16 tiles of 2048 columns spill (by ptxas for sm_90, Triton 3.6).
 CUDA_RUN_BYTES = 64
 CUDA_SECTOR_BYTES = 32
-CUDA_ACROSS_BYTES = 32768
+CUDA_ACROSS_TILE = 8192
+CUDA_ACROSS_THREAD = 64
 CUDA_ACROSS_ELEMENTS = 32768
 
 #: CUDA: programs per multiprocessor under which tiles are cut smaller.
@@ -161,13 +163,21 @@ def _cuda(region: NormRegion, structure: Structure, target: Target) -> tuple[Til
         rows = 1  # add -> LayerNorm at D 1024, 8 MB: 10.2 us so, 10.6 with two rows
     warps = rows * cols * width // (CUDA_WARP_BYTES // share)
     if rows == 1:
-        warps = max(warps, min(CUDA_ROW_WARPS, 2 * warps))
+        each = _width_streaming(region, structure)
+        twice = 2 * region.lane * each // CUDA_WARP_BYTES
+        warps = max(cols * each // CUDA_WARP_BYTES, min(CUDA_ROW_WARPS, power(twice + 1) // 2))
     return (Tile(rows, cols, max(1, min(CUDA_MAX_WARPS, warps))),)
 
 
 def _width(region: NormRegion) -> int:
     """Bytes of the widest element in memory."""
     return max(DTYPES[x.dtype] for x in (*region.inputs, *region.outputs))
+
+
+def _width_streaming(region: NormRegion, structure: Structure) -> int:
+    """Bytes of the widest element of what every row reads and writes for itself."""
+    own = [x for x, s in zip(region.inputs, structure.operands) if s.lane and s.moving[structure.blocked]]
+    return max(DTYPES[x.dtype] for x in (*own, *region.outputs))
 
 
 def _across(region: NormRegion, structure: Structure) -> tuple[Tile, ...]:
@@ -181,7 +191,8 @@ def _across(region: NormRegion, structure: Structure) -> tuple[Tile, ...]:
     if not holds_across(region, structure):
         rows, cols = CUDA_RUN_BYTES // width, 128
     # Not more threads than columns: each would load a weight again for every row (Triton 3.6).
-    warps = min(rows * cols * width // CUDA_WARP_BYTES, cols // 32, CUDA_MAX_WARPS)
+    warps = min(rows * cols * _live_across(region, structure) // (32 * CUDA_ACROSS_THREAD), cols // 32,
+                CUDA_MAX_WARPS)
     return (Tile(rows, cols, max(1, warps)),)
 
 
@@ -189,7 +200,7 @@ def _shape_across(region: NormRegion) -> tuple[int, int]:
     """Rows and columns of a tile of whole lanes that lie across."""
     width, cols = _width(region), max(32, columns(region))
     rows = min(MAX_ROWS, max(CUDA_RUN_BYTES, CUDA_TILE_BYTES // cols) // width)
-    while rows * cols * width > CUDA_ACROSS_BYTES and rows * width > CUDA_SECTOR_BYTES:
+    while rows * cols > CUDA_ACROSS_TILE and rows * width > CUDA_SECTOR_BYTES:
         rows //= 2
     return rows, cols
 
@@ -198,8 +209,12 @@ def holds_across(region: NormRegion, structure: Structure) -> bool:
     """Whether registers hold whole lanes that lie across. In pieces, what is above a norm is read once more
     for every pass, by few programs: no site is grown that far (fusion_pass/contract.py)."""
     rows, cols = _shape_across(region)
-    each = live_tiles(region, structure) * (2 if region.compute == "f64" else 1)
-    return rows * cols * each <= CUDA_ACROSS_ELEMENTS
+    return rows * cols * _live_across(region, structure) <= CUDA_ACROSS_ELEMENTS
+
+
+def _live_across(region: NormRegion, structure: Structure) -> int:
+    """Registers of a thread for each element that it holds of a tile."""
+    return live_tiles(region, structure) * (2 if region.compute == "f64" else 1)
 
 
 def _no_higher(tile: Tile, rows: int) -> Tile:

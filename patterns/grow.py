@@ -139,13 +139,11 @@ class Grower:
             return
         if not self._absorbable(source, chain):
             return
-        self.interior.update(chain)
-        self._take(source, on_value and not chain)
+        self._take(source, chain, on_value and not chain)
 
-    def _take(self, source: Node, on_value: bool) -> None:
-        if any(user not in self.interior for user in source.users):
-            self.stored.append(source)
-        self.interior.add(source)
+    def _take(self, source: Node, chain: list[Node], on_value: bool) -> None:
+        self.stored += self._read_outside([source, *chain])
+        self.interior.update(chain, (source,))
         unary = self.lens.kind(source) in COPIES
         for arg in self._tensor_args(source):
             self._up(arg, on_value and unary)
@@ -188,13 +186,21 @@ class Grower:
         return self.lens.kind(source) in ("to", "copy") and not self.lens.is_view(source)
 
     def _views_above(self, node: Node) -> list[Node]:
-        """The views from `node` upwards that only this site reads."""
+        """The views from `node` upwards that only this site reads, or that yield what the kernel may store
+        for others too: an identity (dropout in eval mode), which is the value itself."""
         chain: list[Node] = []
-        while self.lens.is_view(node) and self._mine(node) and \
-                all(user in self.interior or user in chain[-1:] for user in node.users):
+        while self.lens.is_view(node) and self._mine(node) and (
+                not self._read_outside([node], chain) or
+                (self.reach.store_up and self.lens.is_identity(node))):
             chain.append(node)
             node = node.args[0]
         return chain
+
+    def _read_outside(self, nodes: list[Node], below: list[Node] = ()) -> list[Node]:
+        """Those of `nodes` that somebody reads who is neither inside, nor one of them, nor `below`."""
+        return [node for node in nodes
+                if any(user not in self.interior and user not in nodes and user not in below
+                       for user in node.users)]
 
     def _mine(self, node: Node) -> bool:
         """Whether `node` may be touched at all: same segment, memory never written, no part of a norm
@@ -220,18 +226,19 @@ class Grower:
             if not self._plain_copy(node, word):
                 return False
         elif not (self.reach.pointwise_up or self._below(node)) or \
-                not self._pointwise(node, same_only=bool(chain)):
+                not self._pointwise(node, same_only=not all(map(lens.is_identity, chain))):
             return False
-        readers = [user for user in node.users
-                   if user not in self.interior and user not in chain]
-        if not readers:
+        shared = self._read_outside([node, *chain])
+        if not shared:
             return True
-        # The kernel may store the value too, when it has the space's full shape.
+        # The kernel may store the value too, when it has the space's full shape, under one name.
         # Then none of those readers may come between it and the norm.
-        return self.reach.store_up and not chain and not self.flat and self.regroup is None and \
+        inside = self.interior.union(chain)
+        return self.reach.store_up and all(map(lens.is_identity, chain)) and len(shared) == 1 and \
+            not self.flat and self.regroup is None and \
             word not in REGROUPING_VIEWS and len(self.stored) < 2 and \
             same_shape(fake.shape, self.space) and \
-            not any(lens.leads_into(reader, self.interior) for reader in readers)
+            not any(lens.leads_into(reader, self.interior) for reader in shared[0].users.keys() - inside)
 
     def _below(self, node: Node) -> bool:
         """Whether `node` reads what stands below the norm: the other side of a diamond."""

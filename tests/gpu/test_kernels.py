@@ -1,11 +1,13 @@
 """Every kernel shape on an NVIDIA GPU, by the design's bound: error against float64 at most twice
 eager's own plus one ulp of the output dtype. `make test-gpu` runs it."""
 
+import half_precision_cases as cases
 import pytest
 import torch
 from checks import assert_within_bound
 from torch.nn import functional as F
 
+from ascend_ln_fuse.kernels.half_precision import FORMS
 from ascend_ln_fuse.kernels.ops import python_call, runner
 from ascend_ln_fuse.kernels.region import parse
 
@@ -380,3 +382,12 @@ def test_gradients(lane, dtype, device):
     low, exact = gradients(eager, x, w, b), gradients(eager, x.double(), w.double(), b.double())
     for a, e, f in zip(ours, low, exact):
         assert_within_bound(a.contiguous(), e.contiguous(), f)
+
+
+@pytest.mark.real_gpu  # PyTorch's gelu of inf is NaN on some CPUs
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("op", sorted(FORMS))
+def test_every_value_of_an_activation(op, dtype, device):
+    x = cases.every_value(dtype, device)
+    (ours,) = run(str(cases.region(op, dtype)), [x], ())
+    cases.assert_every_value_right(op, x, ours)
