@@ -25,6 +25,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from .across import walks
+from .channels_last import CONVOLUTIONS, Patches, patches_of
 from .effects import (
     RANDOM,
     effects_of,
@@ -36,7 +37,7 @@ from .effects import (
 )
 from .graph import Lens, hint, on_fakes, quietly, same, same_shape, tensor_bytes
 from .kernels.pointwise import POINTWISE
-from .kinds import REGROUPING_VIEWS, STRIDE_FREE_VIEWS, kind
+from .kinds import LAYOUTLESS, REGROUPING_VIEWS, STRIDE_FREE_VIEWS, base_name, kind
 from .lifetimes import Lifetimes
 from .patterns import find_norms
 from .rewrite import copy_graph
@@ -48,8 +49,6 @@ _VIEWS = STRIDE_FREE_VIEWS | REGROUPING_VIEWS
 #: Words of operations whose values do not depend on where in memory their operands lie.
 _INDIFFERENT = _POINTWISE | _SUMS | _VIEWS | \
     frozenset("copy linear matmul addmm bmm einsum cat stack".split())
-#: Methods that look at shape, dtype and device alone.
-_LAYOUTLESS = frozenset("size dim ndimension numel __len__ new_empty new_full new_ones new_zeros".split())
 
 Look = Callable[[Node], object]
 
@@ -63,26 +62,36 @@ def without_streams_across(graph: Graph) -> tuple[Graph, str]:
     copied, env = copy_graph(graph)
     for stream in found:
         _lay_out(copied, stream, env)
-    norms = sum(len(stream.norms) for stream in found)
-    which = "1 stream that lies across memory is copied where it begins" if len(found) == 1 else \
-        f"{len(found)} streams that lie across memory are copied where they begin"
-    return copied, f"{which}: {norms} norm{' reads' if norms == 1 else 's read'} rows"
+    return copied, "; ".join(filter(None, (
+        _note([stream for stream in found if not stream.patches], "copied where"),
+        _note([stream for stream in found if stream.patches], "laid out by the convolution with which"))))
+
+
+def _note(streams: list[Stream], what: str) -> str:
+    if not streams:
+        return ""
+    norms = sum(len(stream.norms) for stream in streams)
+    which = f"1 stream that lies across memory is {what} it begins" if len(streams) == 1 else \
+        f"{len(streams)} streams that lie across memory are {what} they begin"
+    return which + (f": {norms} norm{' reads' if norms == 1 else 's read'} rows" if norms else "")
 
 
 def streams_across(graph: Graph) -> list[Stream]:
     """The streams of a graph, whose nodes carry fakes, that are worth a copy, in order."""
-    if not any(_is_across(value_of(arg)) for node in graph.nodes if kind(node) in _SUMS
-               for arg in node.all_input_nodes):
+    if not any(base_name(node) in CONVOLUTIONS or (kind(node) in _SUMS and any(
+            _is_across(value_of(arg)) for arg in node.all_input_nodes)) for node in graph.nodes):
         return []
     lens = Lens(graph)
     norms = [found.norm for found in find_norms(lens)[0]]
+    if not norms:
+        return []
     lifetimes = Lifetimes(lens)
     known: dict[Node, object] = {}
     streams = []
     for source in filter(_starts_across, lens.nodes):
         if _is_own(lens, lifetimes, source):
             stream = Stream(source, known)
-            if stream.flows(lens) and _dies(lens, lifetimes, stream) and stream.serves(norms):
+            if stream.flows(lens) and _dies(lens, lifetimes, stream) and stream.serves(lens, norms):
                 streams.append(stream)
                 known = {**known, **stream.values}
     return streams
@@ -98,6 +107,7 @@ class Stream:
         values: what nodes yield with it (a fake, or a tuple of fakes), where that has another layout, or
             shares memory with what has; of `source`, what its copy is.
         norms: those that read a value which lay across.
+        patches: the convolution that lays it out, where there is one: nothing is copied then.
     """
 
     def __init__(self, source: Node, before: Mapping[Node, object]):
@@ -106,6 +116,7 @@ class Stream:
             copy = self.was(source).clone(memory_format=torch.contiguous_format)
         self.values: dict[Node, object] = {source: copy}
         self.norms: list[Norm] = []
+        self.patches: Patches | None = None
 
     def was(self, node: Node):
         """What `node` yields without the copy."""
@@ -155,16 +166,17 @@ class Stream:
         except Exception:  # a view that exists in the other layout alone
             return None
 
-    def serves(self, norms: Iterable[Norm]) -> bool:
-        """Whether norms read rows now that did not, none reads what it did not before, and fewer bytes are
-        moved. Fills in `norms`."""
+    def serves(self, lens: Lens, norms: Iterable[Norm]) -> bool:
+        """Whether norms read rows now that did not, or a convolution lays the stream out, no norm reads what
+        it did not before, and fewer bytes are moved. Fills in `norms` and `patches`."""
         for norm in norms:
             if norm.value in self.values:
                 if not same(self.now(norm.value).stride(_lane(norm)), 1):
                     return False
                 if not same(self.was(norm.value).stride(_lane(norm)), 1):
                     self.norms.append(norm)
-        return bool(self.norms) and self.gain() > 0
+        self.patches = patches_of(lens, self.source, self.values[self.source])
+        return (bool(self.norms) or self.patches is not None) and self.gain() > 0
 
     def gain(self) -> int:
         """Bytes that need not be moved with the copy, less those that it moves, at the sizes seen at compile
@@ -172,7 +184,8 @@ class Stream:
         order than they write it."""
         copied = {norm.value for norm in self.norms if not walks(self.was(norm.value), _lane(norm))}
         gained = 2 * sum(tensor_bytes(self.was(value)) for value in copied)
-        gained -= 2 * tensor_bytes(self.now(self.source))
+        # (What the convolution reads is copied instead of what cuDNN would transpose.)
+        gained -= 0 if self.patches else 2 * tensor_bytes(self.now(self.source))
         for node in dict.fromkeys(reader for value in self.values for reader in value.users):
             moved = _stepped if kind(node) in _POINTWISE else _copied
             gained += moved(node, self.was) - moved(node, self.now)
@@ -227,7 +240,7 @@ def _is_plain(value) -> bool:
 
 
 def _ignores_layout(node: Node) -> bool:
-    return node.op == "call_method" and node.target in _LAYOUTLESS
+    return node.op == "call_method" and node.target in LAYOUTLESS
 
 
 def _is_indifferent(lens: Lens, node: Node) -> bool:
@@ -305,12 +318,17 @@ def _copied(node: Node, look: Look) -> int:
 
 
 def _lay_out(graph: Graph, stream: Stream, env: Mapping[Node, Node]) -> None:
-    """Copy the source of `stream` in the copied graph, and have nodes carry the fakes of its values."""
-    source = env[stream.source]
-    with graph.inserting_after(source):
-        copy = graph.call_function(torch.clone, (source,), {"memory_format": torch.contiguous_format})
-    copy.meta = dict(source.meta)
-    source.replace_all_uses_with(copy, delete_user_cb=lambda reader: reader is not copy)
+    """Copy the source of `stream` in the copied graph, or what its convolution reads, and have nodes carry
+    the fakes of its values."""
+    if stream.patches:
+        stream.patches.lay_out(graph, env)
+        first = env[stream.source]
+    else:
+        source = env[stream.source]
+        with graph.inserting_after(source):
+            first = graph.call_function(torch.clone, (source,), {"memory_format": torch.contiguous_format})
+        first.meta = dict(source.meta)
+        source.replace_all_uses_with(first, delete_user_cb=lambda reader: reader is not first)
     for node, value in stream.values.items():
-        meta = copy.meta if node is stream.source else env[node].meta
+        meta = first.meta if node is stream.source else env[node].meta
         meta["example_value" if "example_value" in meta else "val"] = value
