@@ -295,7 +295,9 @@ def _stepped(node: Node, look: Look) -> int:
     out = look(node)
     if not isinstance(out, torch.Tensor):
         return 0
-    operands = [fake for arg in node.all_input_nodes if isinstance(fake := look(arg), torch.Tensor)]
+    # (x.type_as(like) reads nothing of `like`.)
+    read = node.args[:1] if kind(node) == "to" else node.all_input_nodes
+    operands = [fake for arg in read if isinstance(fake := look(arg), torch.Tensor)]
     return sum(tensor_bytes(fake) for fake in operands if _innermost(fake) not in (None, _innermost(out)))
 
 
