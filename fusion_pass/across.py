@@ -37,6 +37,15 @@ def walks(fake: torch.Tensor, axis: int = -1) -> bool:
     return any(same(fake.stride(axis), step) for step in (0, 1)) or lies_across(fake, axis)
 
 
+def why_not(fake: torch.Tensor, axis: int = -1) -> str:
+    """Why kernels for the fake's device do not walk dim `axis`, where `walks` says that they do not."""
+    if fake.device.type in INNERMOST:
+        return "Ascend's compiler wants the normalised dim innermost in memory"
+    short = hint(fake.shape[axis]) <= MAX_ACROSS
+    return "the normalised dim lies across memory, " + (
+        "with too few rows side by side" if short else f"and is longer than {MAX_ACROSS}")
+
+
 def _run(fake: torch.Tensor, axis: int) -> int:
     """How many rows lie side by side in memory."""
     run, lane = 1, axis % fake.dim()

@@ -20,9 +20,11 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from . import cost
+from .across import why_not
 from .ahead import begin_kernels
 from .cat_site import CatSite, RestSite
 from .chain_site import ChainSite
+from .effects import value_of
 from .graph import Lens, hint, module_path, source_line
 from .inner_choice import (
     FUSED,
@@ -46,7 +48,9 @@ from .patterns.cat_places import place_in_cats
 from .patterns.cats import join_cats
 from .patterns.chain import extend_chains
 from .patterns.packed import join_packed
+from .patterns.rotary_site import PATTERN as ROTARY
 from .patterns.rotary_site import take_rotary
+from .remedies import remedy
 from .report import FusionReport, SiteReport, emit, progress, record
 from .rewrite import Unit, read_by_result, rewrite
 from .select import select
@@ -119,8 +123,8 @@ def _compile_the_fastest(gm: GraphModule, plain: Graph, inputs, chosen: Options,
         fell_back=lambda: any(site.fallback_words() for site in report.sites),
         say=lambda words: progress(report, words, chosen.report),
         raises=strict() or chosen.self_check == "raise"))
-    return compiled, report.chosen(choice.words(chosen.inner), LEFT_SLOWER if choice.times else LEFT_UNKNOWN,
-                                   kept[choice.form])
+    reason = LEFT_SLOWER if choice.times else LEFT_UNKNOWN
+    return compiled, report.chosen(choice.words(chosen.inner), reason, kept[choice.form], remedy(reason))
 
 
 def _short_rows_fused(graph: Graph, chosen: Options) -> tuple[Graph | None, set[str]]:
@@ -197,7 +201,7 @@ class Fused:
     Attributes:
         graph: the fused form; None where nothing was fused.
         sites: a report for each norm site, in the order of the graph.
-        rotary: one for each rotary embedding that was fused by itself.
+        rotary: one for each rotary embedding that is in none of them, fused by itself or declined.
     """
 
     graph: Graph | None
@@ -246,9 +250,11 @@ def _fuse(graph: Graph, options: Options, wanted: Callable[[Site], bool] | None,
     join_packed(lens, taken)
     if wanted is not None:
         taken = taken.only(wanted)
+    unchained: dict[Node, Decline] = {}
+    rotary, left = [], []
     if options.inner in RUN_AS_WRITTEN:
-        extend_chains(lens, taken, differentiable=options.inner == "eager")
-    rotary = take_rotary(lens, taken, claimed, no_grad) if options.inner in RUN_AS_WRITTEN else ()
+        unchained = extend_chains(lens, taken, differentiable=options.inner == "eager")
+        rotary, left = take_rotary(lens, taken, claimed, no_grad)
     besides = {part.anchor for site in rotary for part in site.parts or (site,)}
     if options.inner == "eager":
         join_cats(lens, taken)
@@ -266,7 +272,10 @@ def _fuse(graph: Graph, options: Options, wanted: Callable[[Site], bool] | None,
                 raise
     reports = [pair for unit in taken.sites for pair in _reports(lens, unit, options.self_check)]
     apart = [pair for pair in reports if pair[0] in besides]
-    norms_alone = [pair for pair in reports if pair[0] not in besides]
+    apart += [_declined(lens, node, why, pattern=ROTARY) for node, why in left]
+    alone = {anchor: f"no chain behind it: {why.reason}" for anchor, why in unchained.items()}
+    norms_alone = [(anchor, _noted(report, alone.get(anchor, "")))
+                   for anchor, report in reports if anchor not in besides]
     return Fused(fused, (*_in_order(lens, norms_alone + declined), *_nested(graph)), _in_order(lens, apart))
 
 
@@ -282,19 +291,20 @@ def _reports(lens: Lens, taken: Unit, self_check: str):
     if isinstance(taken, CatSite):
         found = [_reports_of(lens, piece, piece, _call(piece, taken.places(piece)), self_check)
                  for piece in taken.pieces]
-        return _noted([pair for pairs in found for pair in pairs],
-                      "written to its place in the result of torch.cat")
+        return [(anchor, _noted(report, "written to its place in the result of torch.cat"))
+                for pairs in found for anchor, report in pairs]
     if not isinstance(taken, ChainSite):
         return _reports_of(lens, taken, taken, _call(taken), self_check)
     call = _call(taken.site, taken.places(lens, taken.site))
     found = _reports_of(lens, taken, taken.site, call, self_check)
-    return _noted(found, "written to its place in the result of a later torch.cat") if taken.wholes else found
+    return found if not taken.wholes else [
+        (anchor, _noted(report, "written to its place in the result of a later torch.cat"))
+        for anchor, report in found]
 
 
-def _noted(reports: list[tuple[Node, SiteReport]], note: str) -> list[tuple[Node, SiteReport]]:
-    """The reports with a note more."""
-    return [(anchor, replace(report, note="; ".join(filter(None, (report.note, note)))))
-            for anchor, report in reports]
+def _noted(report: SiteReport, note: str) -> SiteReport:
+    """The report with a note more, if there is one."""
+    return replace(report, note="; ".join(filter(None, (report.note, note)))) if note else report
 
 
 def _reports_of(lens: Lens, taken: Site | ChainSite, site: Site, call, self_check: str):
@@ -329,30 +339,39 @@ def _nested(graph: Graph) -> list[SiteReport]:
 
 def _fused(lens: Lens, site: Site, part: Site, call, behind, ways, outcome) -> SiteReport:
     """The report of `part`, which is `site` itself or one of those that share its launch."""
-    # The last word of a path: a name that is the same in every layer keeps layers in one row.
-    others = [module_path(other.anchor).rpartition(".")[2] or source_line(other.anchor)
-              for other in site.parts if other is not part]
-    if others and not part.norms[0].op:
-        others = ["another one"]  # q's rotary and k's are of one module, and as a rule of one line
+    others = [_name_beside(part, other) for other in site.parts if other is not part]
+    notes = [f"one launch with {', '.join(others)}"] if others else []
+    notes += [f"reads a contiguous copy of its input: {why_not(value_of(node))}" for node in part.copied]
     return SiteReport(
         status="fused", pattern=part.pattern, where=lens.where(part.anchor), node=part.anchor.name,
         region=site.region.text, device=str(lens.tensor(part.anchor).device),
         kernels_removed=cost.kernels_removed(lens, part), hidden_kernels=cost.hidden_kernels(part),
         bytes_before=cost.bytes_before(lens, part), bytes_after=cost.bytes_after(lens, part),
         symbolic=any(not isinstance(n, int) for fake in part.fakes for n in fake.shape),
-        note=f"one launch with {', '.join(others)}" if others else "",
+        note="; ".join(notes),
         chain=ways.chain.words if ways is not None else "", call=call, calls_behind=behind, record=outcome,
         chain_runner=ways)
 
 
-def _declined(lens: Lens, node, decline: Decline, norm=None):
+def _name_beside(part: Site, other: Site) -> str:
+    """What the report of `part` calls `other`, which is in its launch."""
+    line = source_line(other.anchor)
+    if other.norms[0].op:
+        # The last word of a path: a name that is the same in every layer keeps layers in one row.
+        return module_path(other.anchor).rpartition(".")[2] or line
+    # q's rotary embedding and k's are of one module.
+    return line if line != source_line(part.anchor) else "the other one of this line" if line else \
+        other.anchor.name
+
+
+def _declined(lens: Lens, node, decline: Decline, norm=None, pattern: str = ""):
     value = lens.tensor(node)
     report = SiteReport(
-        status="declined", pattern=norm.spelling if norm else lens.kind(node) or "norm",
+        status="declined", pattern=pattern or (norm.spelling if norm else lens.kind(node) or "norm"),
         where=lens.where(node), reason=decline.reason,
         node=(decline.node if decline.node is not None else node).name,
         device=str(value.device) if value is not None else "",
-        hidden_kernels=cost.predicted(norm) if norm else ())
+        hidden_kernels=cost.predicted(norm) if norm else (), remedy=remedy(decline.reason))
     return node, report
 
 

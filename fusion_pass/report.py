@@ -32,7 +32,7 @@ FUSED, DECLINED = "fused", "declined"
 
 @dataclass(frozen=True)
 class SiteReport:
-    """One norm site: what was done there, or why nothing was. Or a rotary embedding that was fused."""
+    """One norm site, or a rotary embedding that is in none: what was done there, or why nothing was."""
 
     status: str  # "fused" | "declined"
     pattern: str
@@ -47,6 +47,7 @@ class SiteReport:
     bytes_after: int | None = None
     symbolic: bool = False  # the byte counts are for the sizes seen at compile time
     note: str = ""
+    remedy: str = ""  # what the user can do about `reason`; "" where nothing is known to help
     chain: str = ""  # "linear -> gelu -> linear": what follows the norm in the same op
     # What the methods of such names tell (kernel_name, ...), some of it while the model runs; as fields they
     # are set in reports read from JSON.
@@ -119,8 +120,7 @@ _LIVE = {"call", "calls_behind", "record", "chain_runner"}
 
 @dataclass(frozen=True, repr=False)
 class FusionReport:
-    """All norm sites of one graph, in graph order, and the rotary embeddings that were fused by themselves:
-    those on no norm, of which no other is listed."""
+    """All norm sites of one graph, in graph order, and the rotary embeddings that are in none of them."""
 
     name: str = ""  # the model's class, where known
     graph_index: int = 0
@@ -129,7 +129,7 @@ class FusionReport:
     seconds: float = 0.0  # time spent in the pass; not told where it is nan
     notes: tuple[str, ...] = ()  # what else was done to the graph
     choice: str = ""  # in front of a compiler that fuses on its own: which form of the graph runs, and why
-    rotary: tuple[SiteReport, ...] = ()  # rotary embeddings that were fused by themselves
+    rotary: tuple[SiteReport, ...] = ()  # rotary embeddings, fused by themselves or declined
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sites", tuple(self.sites))
@@ -154,12 +154,12 @@ class FusionReport:
     def declined(self) -> int:
         return sum(site.status == DECLINED for site in self.sites)
 
-    def chosen(self, choice: str, reason: str, kept: Collection[str]) -> FusionReport:
+    def chosen(self, choice: str, reason: str, kept: Collection[str], remedy: str = "") -> FusionReport:
         """This report where the graph runs with some of its fused sites, those at the nodes `kept`. The
         others count as declined for `reason`."""
         sites = (site if site.status != FUSED or site.node in kept else SiteReport(
                     DECLINED, site.pattern, site.where, reason, site.node, device=site.device,
-                    hidden_kernels=site.hidden_kernels) for site in self.sites)
+                    hidden_kernels=site.hidden_kernels, remedy=remedy) for site in self.sites)
         return replace(self, sites=tuple(sites), choice=choice)
 
     def title(self) -> str:
@@ -175,14 +175,13 @@ class FusionReport:
         took = f" ({self.seconds * 1e3:.1f} ms)" if math.isfinite(self.seconds) else ""
         if self.error is not None:
             return f"{start}the pass failed, the original graph runs{took}"
-        besides = ""
+        found = [f"{_number(self.found, 'norm site')}, {self.fused} fused, {self.declined} declined"
+                 if self.sites else "no LayerNorm, RMSNorm or l2 norm was found"]
         if self.rotary:
-            noun = "embedding" if len(self.rotary) == 1 else "embeddings"
-            besides = f"; {len(self.rotary)} rotary {noun} fused besides"
-        if not self.sites:
-            return f"{start}no norm was found{besides}{took}"
-        sites = "1 norm site" if self.found == 1 else f"{self.found} norm sites"
-        return f"{start}{sites}, {self.fused} fused, {self.declined} declined{besides}{took}"
+            left = sum(site.status == DECLINED for site in self.rotary)
+            made = f", {len(self.rotary) - left} fused, {left} declined" if left else " fused"
+            found.append(_number(len(self.rotary), "rotary embedding") + made)
+        return f"{start}{'; '.join(found)}{took}"
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -272,6 +271,11 @@ def _span(numbers: list[str]) -> str:
 
 
 # -- words and numbers
+
+
+def _number(count: int, noun: str) -> str:
+    """"1 norm site", "2 norm sites"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def visible(text: str, keep: str = "") -> str:
@@ -392,6 +396,8 @@ def _details(site: SiteReport) -> list[str]:
     else:
         at = f" (node {visible(site.node)})" if site.node else ""
         lines = [f"{pattern}: {visible(site.reason) or 'no reason given'}{at}"]
+        if site.remedy:
+            lines.append(f"what helps: {visible(site.remedy)}")
         if hidden:
             lines.append(f"still launches {', '.join(hidden)}")
     if site.chain:

@@ -43,31 +43,47 @@ from .chain_products import is_free, products_of, score_of
 MAX_POINTWISE = 16
 
 
-def extend_chains(lens: Lens, taken: Taken, differentiable: bool = True) -> None:
+def extend_chains(lens: Lens, taken: Taken, differentiable: bool = True) -> dict[Node, Decline]:
     """Replace taken sites by the longest chains that begin with them; others stay as they are.
 
     differentiable: also where gradients are recorded.
+
+    Returns:
+        For sites that products read and that stay as they are, their anchors: why.
     """
+    alone: dict[Node, Decline] = {}
     for site in taken.sites:
-        if len(site.norms) != 1 or site.norms[0].out in lens.transformed:
+        if site.norms[0].out in lens.transformed:
             continue
-        if not differentiable and any(lens.tensor(node).requires_grad for node in site.outputs):
+        if len(site.norms) != 1:
+            alone |= {part.anchor: Decline("norms that share a launch begin none", part.anchor)
+                      for part in site.parts
+                      if any(_is_read(lens, part, node, taken) for node in part.outputs)}
             continue
-        for chain in _proposals(lens, site, taken):
-            if not differentiable and any(lens.tensor(node).requires_grad for node in chain.outputs):
-                continue
-            if taken.replace([site], chain) is None:
+        refused: list[Decline] = []
+        for chain in _proposals(lens, site, taken, refused):
+            if not differentiable and any(lens.tensor(node).requires_grad for part in (site, chain)
+                                          for node in part.outputs):
+                refusal = Decline('gradients are recorded, and inner is not "eager"', site.anchor)
+            else:
+                refusal = taken.replace([site], chain)
+            if refusal is None:
                 break
+            refused.append(refusal)
+        else:
+            if refused:
+                alone[site.anchor] = refused[-1]  # of the shortest, which needs least
+    return alone
 
 
-def _proposals(lens: Lens, site: Site, taken: Taken) -> Iterator[ChainSite]:
-    """The chains that begin with `site`, longest first."""
+def _proposals(lens: Lens, site: Site, taken: Taken, refused: list[Decline]) -> Iterator[ChainSite]:
+    """The chains that begin with `site`, longest first. `refused`: why others do not is added to it."""
     steps: list[Product | Score | Pointwise] = []
     ends: list[int] = []
     first = site.axis is not None
-    frontier = _with_features_innermost(site) if _has_layout(lens, site) else []
+    frontier = _readable(lens, site, taken, refused)
     while frontier:
-        products = [p for node in frontier for p in products_of(lens, site, node, first, taken)]
+        products = [p for node in frontier for p in products_of(lens, site, node, first, taken, refused)]
         if not products:
             break
         steps += products
@@ -85,10 +101,32 @@ def _proposals(lens: Lens, site: Site, taken: Taken) -> Iterator[ChainSite]:
     for end in reversed(ends):
         try:
             chain = build(lens, site, steps[:end])
-        except Decline:
+        except Decline as decline:
+            refused.append(decline)
             continue
-        if not _saves_overwritten(lens, chain):
+        if _saves_overwritten(lens, chain):
+            refused.append(Decline("an operand is written in place, and backward needs what it was",
+                                   site.anchor))
+        else:
             yield chain
+
+
+def _readable(lens: Lens, site: Site, taken: Taken, refused: list[Decline]) -> list[Node]:
+    """The outputs of `site` that products of a chain may read. Where others do, `refused` gets the reason."""
+    known = _has_layout(lens, site)
+    readable = _with_features_innermost(site) if known else []
+    node = next((n for n in site.outputs if n not in readable and _is_read(lens, site, n, taken)), None)
+    if node is not None and known:
+        refused.append(Decline("the features of the norm's result are not the innermost in memory", node))
+    elif node is not None:
+        refused.append(Decline("the norm's result is reshaped behind its kernel", node))
+    return readable
+
+
+def _is_read(lens: Lens, site: Site, node: Node, taken: Taken) -> bool:
+    """Whether products read the output `node` of `site`, in whatever layout."""
+    refused: list[Decline] = []
+    return bool(products_of(lens, site, node, site.axis is not None, taken, refused) or refused)
 
 
 def _has_layout(lens: Lens, site: Site) -> bool:

@@ -20,7 +20,7 @@ from ..kernels.reference import DTYPE_WORDS
 from ..kernels.region import dense_strides
 from ..kinds import REGROUPING_VIEWS
 from ..select import Taken
-from ..site import Site
+from ..site import Decline, Site
 from ..views import Step
 
 #: What turns a value `[N, H, W, C]` of a chain into the graph's `[N, C, H, W]`.
@@ -40,9 +40,10 @@ def is_free(lens: Lens, site: Site, node: Node, taken: Taken) -> bool:
 # Linear layers and convolutions
 
 
-def products_of(lens: Lens, site: Site, value: Node, first: bool, taken: Taken) -> list[Product]:
+def products_of(lens: Lens, site: Site, value: Node, first: bool, taken: Taken,
+                refused: list[Decline]) -> list[Product]:
     """The linear layers that read `value`, itself, through an identity (dropout in eval mode), or as an
-    image, its channels moved to the front."""
+    image, its channels moved to the front. `refused`: why others that read it are none is added to it."""
     found: list[Product] = []
     for user in value.users:
         seen = ((user,), None) if lens.is_identity(user) else None if first else _image(lens, value, user)
@@ -51,18 +52,29 @@ def products_of(lens: Lens, site: Site, value: Node, first: bool, taken: Taken) 
             if not all(is_free(lens, site, node, taken) for node in path):
                 continue
             views = {node: _steps(lens, node, value) for node in path}
-            for p in products_of(lens, site, path[-1], first or not lens.is_identity(user), taken):
+            for p in products_of(lens, site, path[-1], first or not lens.is_identity(user), taken, refused):
                 if grid is not None:  # a pixel of the image is a row of the value
                     p = replace(p, patches=True, grid=grid, weight=(p.weight[0], ()))
                 found.append(replace(p, value=value, nodes=p.nodes | {*path}, views={**views, **p.views}))
             continue
-        matches = (_convolution(lens, value, user),) if first else \
-            (match(lens, value, user) for match in (_linear, _matmul, _rows))
-        product = next((p for p in matches if p is not None), None)
-        if product is not None and all(is_free(lens, site, node, taken) for node in product.nodes) and \
-                _is_plain(lens, product):
-            found.append(product)
+        matches = (_convolution,) if first else (_linear, _matmul, _rows)
+        try:
+            product = next((p for match in matches if (p := match(lens, value, user)) is not None), None)
+            if product is not None:
+                _check(lens, site, product, taken)
+                found.append(product)
+        except Decline as decline:
+            refused.append(decline)
     return found
+
+
+def _check(lens: Lens, site: Site, product: Product, taken: Taken) -> None:
+    """Raise Decline where a chain of `site` may not hold `product`."""
+    held = next((node for node in product.nodes if not is_free(lens, site, node, taken)), None)
+    if held is not None:
+        raise Decline("the product is part of another site, written in place, or runs in another mode", held)
+    if not _is_plain(lens, product):
+        raise Decline("the product and what it reads differ in dtype or device (autocast casts)", product.out)
 
 
 def _is_plain(lens: Lens, product: Product) -> bool:
@@ -145,9 +157,10 @@ def _convolution(lens: Lens, value: Node, node: Node) -> Product | None:
         ("stride", "padding", "dilation", "groups"), 3))
     # Sizes are compared without `==`: of a kernel whose size is a symbol, it would become a number by that.
     if not same_shape(_pair(stride, 1), kernel) or _pair(padding, 0) not in ((0, 0), ("valid", "valid")) or \
-            _pair(dilation, 1) != (1, 1) or _pair(groups, 1) != (1, 1) or \
-            not same_shape(dense_strides(tuple(out.shape), (0, 2, 3, 1)), out.stride()):
+            _pair(dilation, 1) != (1, 1) or _pair(groups, 1) != (1, 1):
         return None
+    if not same_shape(dense_strides(tuple(out.shape), (0, 2, 3, 1)), out.stride()):
+        raise Decline("the result of the convolution is not in channels_last memory", node)
     patches = not same_shape(kernel, (1, 1))
     return Product(value, (weight[0], () if patches else (Step.method("flatten", 1),)), bias, False, node,
                    frozenset([node]), (TO_CHANNELS_FIRST,), patches)

@@ -20,32 +20,51 @@ from ..kernels.region import NormRegion
 from ..kernels.values import ancestors
 from ..kinds import base_name
 from ..select import Taken
-from ..site import Composite, Decline, Norm, Site, assemble
+from ..site import Composite, Decline, Norm, Site, assemble, pointwise_word
 from .grow import MAX_OPERANDS, Grower, Grown, Reach
 from .rotary import ELEMENTWISE, rotation_at
 from .written_rotary import written_rotation
 
 PATTERN = "rotary"
 
+#: lane ops of kernels/region.py that turn a value
+ROTATIONS = ("rotate_half", "rotate_pairs")
+
 _REACHES = (Reach("rotary", True, False, True, True, False),
             Reach("rotary, nothing pointwise above", False, False, True, True, False))
 
 
 def take_rotary(lens: Lens, taken: Taken, claimed: Collection[Node] = (),
-                no_grad: bool = False) -> list[Site]:
-    """Add to `taken` the rotary embeddings of the graph that no site has yet, and say which.
+                no_grad: bool = False) -> tuple[list[Site], list[tuple[Node, Decline]]]:
+    """Add to `taken` the rotary embeddings of the graph that no site has yet.
 
     claimed: nodes of norms, which these sites keep out of. no_grad: nor do they record gradients.
+
+    Returns:
+        The sites taken; and of the embeddings that are left alone, the last node of the rotation, and why.
     """
     held = set(claimed).union(*(site.interior for site in taken.sites))
     found: list[Site] = []
+    refused: list[tuple[Node, Decline]] = []
     for composite in _composites(lens):
-        site = None if held & composite.nodes else _site(lens, composite, held, no_grad)
+        if composite.nodes <= held:  # taken along by a norm
+            continue
+        try:
+            site = _site(lens, composite, held, no_grad)
+        except Decline as decline:
+            if _is_embedding(lens, composite):
+                refused.append((composite.out, decline))
+            continue
         # One that nobody reads would only bring its operands into the backward pass of another in its launch.
-        if site is not None and any(node.users for node in site.outputs) and taken.add(site) is None:
+        if not any(node.users for node in site.outputs):
+            continue
+        conflict = taken.add(site)
+        if conflict is None:
             found.append(site)
             held |= site.interior
-    return _share_launches(lens, taken, found)
+        else:
+            refused.append((composite.out, conflict))
+    return _share_launches(lens, taken, found), refused
 
 
 def _composites(lens: Lens) -> Iterator[Composite]:
@@ -56,15 +75,35 @@ def _composites(lens: Lens) -> Iterator[Composite]:
             composite = written_rotation(lens, node)
         else:
             continue
-        if composite is not None and lens.tensor(composite.out).device.type not in ELEMENTWISE and \
-                len({lens.segment[part] for part in composite.nodes}) == 1 and \
-                lens.transformed.isdisjoint(composite.nodes) and \
-                not any(map(lens.is_mutated, composite.term.values)):
+        if composite is not None:
             yield composite
 
 
-def _site(lens: Lens, composite: Composite, held: Collection[Node], no_grad: bool) -> Site | None:
-    """The site that grows from `composite`; None where that is no rotary embedding, or none for a kernel."""
+def _check(lens: Lens, composite: Composite, held: Collection[Node]) -> None:
+    """Raise Decline where no site may hold `composite`, whatever stands round it."""
+    out, nodes = composite.out, composite.nodes
+    if lens.tensor(out).device.type in ELEMENTWISE:
+        raise Decline("Ascend's compiler permutes a lane element by element", out)
+    if len({lens.segment[part] for part in nodes}) > 1:
+        raise Decline("a mode is switched inside the rotary embedding", out)
+    if not lens.transformed.isdisjoint(nodes):
+        raise Decline("inside a functorch transform", out)
+    written = next(filter(lens.is_mutated, composite.term.values), None)
+    if written is not None:
+        raise Decline("what the rotary embedding reads is written in place", written)
+    shared = next((node for node in lens.nodes if node in nodes and node in held), None)
+    if shared is not None:
+        raise Decline("part of another fused site", shared)
+
+
+def _site(lens: Lens, composite: Composite, held: Collection[Node], no_grad: bool) -> Site:
+    """The site that grows from `composite`.
+
+    Raises:
+        Decline: what grows is no rotary embedding, or none for a kernel.
+    """
+    _check(lens, composite, held)
+    refused: Decline | None = None
     for reach in _REACHES:
         grown = _Grower(lens, composite, reach, held).run()
         space = _space(lens, composite, grown.outputs[0], frozenset())
@@ -72,14 +111,40 @@ def _site(lens: Lens, composite: Composite, held: Collection[Node], no_grad: boo
             site = assemble(lens, PATTERN, (space,), grown.interior, grown.outputs,
                             composites=grown.composites)
             check_kernel(lens, site)
-        except Decline:
+        except Decline as decline:
+            refused = refused or decline
             continue
+        if not _embeds(site.region):
+            raise Decline("one kernel cannot take all from the rotation to the sum", composite.out)
         recorded = any(lens.tensor(node).requires_grad for node in grown.outputs)
-        if not _embeds(site.region) or recorded and (
-                no_grad or any(lens.is_overwritten(node) for node, _ in site.inputs)):
-            return None
+        if recorded and no_grad:
+            raise Decline("gradients are recorded here, and the option training is 'decline'", composite.out)
+        if recorded and any(lens.is_overwritten(node) for node, _ in site.inputs):
+            raise Decline("an operand is written in place, and backward needs what it was", composite.out)
         return site
-    return None
+    raise refused
+
+
+def _is_embedding(lens: Lens, composite: Composite) -> bool:
+    """Whether the graph adds the rotated value, times something, to the value as it was. What else is made of
+    a rotation is nothing to report."""
+    if composite.term.op not in ROTATIONS:  # written into a buffer: the sum is part of it
+        return True
+    rotated = _sums(lens, composite.out)
+    return any(rotated & _sums(lens, value) for value in composite.term.values)
+
+
+def _sums(lens: Lens, value: Node) -> set[Node]:
+    """The sums that read `value` through products, casts and views (so not through a rotation)."""
+    stack, seen, sums = [value], {value}, set()
+    while stack:
+        for user in stack.pop().users:
+            if pointwise_word(lens, user) == "add":
+                sums.add(user)
+            elif user not in seen and (lens.kind(user) in ("mul", "to", "copy") or lens.is_view(user)):
+                seen.add(user)
+                stack.append(user)
+    return sums
 
 
 def _space(lens: Lens, composite: Composite, out: Node, interior: frozenset[Node]) -> Norm:
@@ -113,7 +178,7 @@ def _embeds(region: NormRegion) -> bool:
     """Whether some line brings a rotated value together with the value as it was."""
     tensors, inputs = region.dtype_of, {x.name for x in region.inputs}
     turns = [(line.name, inputs & ancestors(region, line.args)) for line in region.body
-             if line.op in ("rotate_half", "rotate_pairs")]
+             if line.op in ROTATIONS]
     for line in region.body:
         sides = [ancestors(region, [arg]) for arg in line.args if arg in tensors]
         for name, read in turns:

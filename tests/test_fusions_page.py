@@ -1,6 +1,7 @@
 """docs/fusions.md is complete: every pattern, pointwise op and reason to decline stands there."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from ascend_ln_fuse.inner_choice import LEFT_SLOWER, LEFT_UNKNOWN
 from ascend_ln_fuse.kernels.pointwise import POINTWISE
 from ascend_ln_fuse.patterns import BUILT_IN
 from ascend_ln_fuse.patterns.grow import REACHES
+from ascend_ln_fuse.remedies import REMEDIES
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "fusions.md").read_text()
@@ -41,6 +43,25 @@ def test_reason_is_explained(reason):
 @pytest.mark.parametrize("reason", [LEFT_SLOWER, LEFT_UNKNOWN])
 def test_reason_of_a_graph_is_explained(reason):
     assert f"| {reason} |" in PAGE
+
+
+def _what_helps() -> dict[str, str]:
+    """For each row of the table of reasons that says what helps: the reasons, what helps (without links)."""
+    table = PAGE.split("| reason | what it means | what helps |", 1)[1].split("\n\n", 1)[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    return {row[0]: re.sub(r"\[(.*?)\]\(.*?\)", r"\1", row[2]) for row in rows if len(row) == 3}
+
+
+def test_what_helps_is_what_the_report_says():
+    page = _what_helps()
+    for reasons, helps in page.items():
+        assert [text for start, text in REMEDIES.items() if start in reasons] == [helps], reasons
+    assert len(page) == len(REMEDIES)
+
+
+@pytest.mark.parametrize("start", REMEDIES)
+def test_a_remedy_is_of_some_reason(start):
+    assert any(reason.startswith(start) for reason in (*_reasons(), LEFT_SLOWER, LEFT_UNKNOWN))
 
 
 def test_there_are_reasons():

@@ -131,6 +131,7 @@ def test_the_faster_form_is_kept(fused, plain, kept, fuser, clock):
     site, = report.sites
     assert (site.status, site.reason) == (("fused", "") if kept == FUSED else
                                           ("declined", inner_choice.LEFT_SLOWER))
+    assert site.remedy == ("" if kept == FUSED else '`inner_choice="fuse"`')
     assert report.choice.startswith("fused, with fuser around: plain" if kept == FUSED else
                                     "left to fuser: plain")
 

@@ -101,7 +101,7 @@ def test_dict_lists_every_site_with_every_key():
     assert len(data["sites"]) == 12
     site = fused("a, m.py:1", hidden_kernels=("Slice",), call=call_of(lambda: "code")).to_dict()
     texts = {"status": "fused", "pattern": "norm", "where": "a, m.py:1"}
-    texts |= dict.fromkeys(("reason", "node", "region", "device", "note", "chain", "self_check",
+    texts |= dict.fromkeys(("reason", "node", "region", "device", "note", "remedy", "chain", "self_check",
                             "fallback"), "")
     texts["kernel"] = "aln_kernel"
     lists = {"kernels_removed": ["layer_norm"], "hidden_kernels": ["Slice"], "ways": [],
@@ -311,10 +311,34 @@ def test_a_failed_pass_says_so_in_one_line_and_why():
     ]
 
 
-def test_headlines():
-    assert ": 1 norm site, 1 fused, 0 declined" in str(FusionReport("M", 0, [fused()]))
-    assert str(FusionReport("M", 0)) == "ascend_ln_fuse: graph 0 of M: no norm was found (0.0 ms)"
-    assert str(FusionReport("graph 2", 2)).startswith("ascend_ln_fuse: graph 2: no norm")
+NO_NORM = "no LayerNorm, RMSNorm or l2 norm was found"
+
+
+@pytest.mark.parametrize("sites, rotary, words", [
+    ([fused()], [], "1 norm site, 1 fused, 0 declined"),
+    ([fused(), fused(), declined()], [], "3 norm sites, 2 fused, 1 declined"),
+    ([declined(), declined()], [], "2 norm sites, 0 fused, 2 declined"),
+    ([], [], NO_NORM),
+    ([], [fused()], f"{NO_NORM}; 1 rotary embedding fused"),
+    ([], [fused(), declined()], f"{NO_NORM}; 2 rotary embeddings, 1 fused, 1 declined"),
+    ([fused()], [fused(), fused()], "1 norm site, 1 fused, 0 declined; 2 rotary embeddings fused"),
+    ([fused()], [declined()], "1 norm site, 1 fused, 0 declined; 1 rotary embedding, 0 fused, 1 declined"),
+])
+def test_headlines(sites, rotary, words):
+    assert FusionReport("M", 0, sites, rotary=rotary).headline() == \
+        f"ascend_ln_fuse: graph 0 of M: {words} (0.0 ms)"
+
+
+def test_a_graph_without_a_name():
+    assert str(FusionReport("graph 2", 2)).startswith("ascend_ln_fuse: graph 2: no LayerNorm")
+
+
+def test_what_helps_is_a_line_of_its_own():
+    site = declined(remedy="sizes that are static", hidden_kernels=["Slice"])
+    lines = str(FusionReport("M", 0, [site])).splitlines()
+    assert [line.strip() for line in lines[3:6]] == [
+        "✗ ln_post, m.py:9", "norm: the last size is symbolic", "what helps: sizes that are static"]
+    assert "what helps" not in str(TWO)
 
 
 def test_full_adds_region_and_source_of_each_distinct_fused_site():
