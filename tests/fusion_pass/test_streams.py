@@ -417,7 +417,7 @@ def test_sizes_that_vary(streams, monkeypatch):
     graphs = []
     fuse = backend.fuse
     monkeypatch.setattr(backend, "fuse", lambda graph, *a, **k: graphs.append(graph) or fuse(graph, *a, **k))
-    video_model = model(lambda x: F.dropout(x * 2, 0.1, False).unflatten(1, (2, -1)).flatten(1, 2)[:, 1:])
+    video_model = model(lambda x: F.dropout(x * 2, 0.1, False).unflatten(2, (4, -1)).flatten(2)[:, 1:])
     call = torch.compile(video_model, backend="ascend_ln_fuse", dynamic=True,
                          options={"report": "off", "streams": streams})
     torch._dynamo.reset()
