@@ -26,15 +26,7 @@ from torch.fx.node import map_arg
 
 from .across import walks
 from .channels_last import CONVOLUTIONS, Patches, patches_of
-from .effects import (
-    RANDOM,
-    effects_of,
-    is_attention_without_dropout,
-    is_idle_dropout,
-    storages,
-    tensors_of,
-    value_of,
-)
+from .effects import effects_of, is_idle_dropout, storages, tensors_of, value_of
 from .graph import Lens, hint, on_fakes, quietly, same, same_shape, tensor_bytes
 from .kernels.pointwise import POINTWISE
 from .kinds import LAYOUTLESS, REGROUPING_VIEWS, STRIDE_FREE_VIEWS, base_name, kind
@@ -46,7 +38,8 @@ from .site import NUMBERS, Decline, Norm, layout_order
 _POINTWISE = frozenset((*POINTWISE, "rsub", "pow", "clamp", "addcmul", "to", "dropout"))
 _SUMS = frozenset("layer_norm rms_norm normalize norm mean var std var_mean sum".split())
 _VIEWS = STRIDE_FREE_VIEWS | REGROUPING_VIEWS
-#: Words of operations whose values do not depend on where in memory their operands lie.
+#: Words of operations whose values do not depend on where in memory their operands lie, and whose fakes tell
+#: where results do. (Of attention they do not: its kernels differ.)
 _INDIFFERENT = _POINTWISE | _SUMS | _VIEWS | \
     frozenset("copy linear matmul addmm bmm einsum cat stack".split())
 
@@ -240,6 +233,7 @@ def _is_plain(value) -> bool:
 
 
 def _ignores_layout(node: Node) -> bool:
+    """Whether `node` is a method that never looks at where a tensor's elements are."""
     return node.op == "call_method" and node.target in LAYOUTLESS
 
 
@@ -247,11 +241,9 @@ def _is_indifferent(lens: Lens, node: Node) -> bool:
     """Whether `node` yields the same values however its operands lie, in plain tensors."""
     if node in lens.transformed or not _is_plain(value_of(node)):
         return False
-    writes = effects_of(node, lens.storages).writes
-    if is_attention_without_dropout(node):
-        return writes <= {RANDOM}
     word = kind(node)
-    return word in _INDIFFERENT and not writes and (word != "getitem" or _is_basic(node.args[1]))
+    return word in _INDIFFERENT and not effects_of(node, lens.storages).writes and \
+        (word != "getitem" or _is_basic(node.args[1]))
 
 
 def _is_basic(index) -> bool:
@@ -310,8 +302,8 @@ def _innermost(fake: torch.Tensor) -> int | None:
 
 def _copied(node: Node, look: Look) -> int:
     """Bytes that `reshape`, `contiguous` and the like move, if they copy."""
-    if kind(node) not in _VIEWS | {"copy"} or not isinstance(node.args[0], Node) or \
-            _share(look(node), [look(node.args[0])]):
+    above = node.args[0] if node.args and kind(node) in _VIEWS | {"copy"} else None
+    if not isinstance(above, Node) or _share(look(node), [look(above)]):
         return 0
     return 2 * sum(map(tensor_bytes, tensors_of(look(node))))
 

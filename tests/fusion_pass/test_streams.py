@@ -29,7 +29,7 @@ def test_a_video_transformer():
     lambda x: x.unflatten(1, (4, 16)).flatten(1, 2),
     lambda x: x[:, 3:] + POSITIONS[0, 3:],
     lambda x: x * torch.cat(x.split(8, 1), 1),
-    lambda x: x.view(x.shape[0], -1, WIDTH),
+    lambda x: x.view(x.shape[0], -1, WIDTH) + torch.reshape(input=x * 2, shape=x.shape),
     lambda x: x - x.mean(1, keepdim=True),
 ], ids=["position", "casts", "dropout", "dropout of a slice", "views", "slice", "pieces", "shape", "mean"])
 def test_in_front_of_the_blocks(between):
@@ -143,6 +143,7 @@ def long_rows(monkeypatch):
     lambda x: x.relu_(),
     lambda x: x * torch.zeros_like(x),
     lambda x: x * x.softmax(1),
+    lambda x: x + F.scaled_dot_product_attention(x, x, x),
     lambda x: x + checkpoint(torch.sin, x, use_reentrant=False),
     lambda x: torch.cat([x[:, :1], x], 1),
     lambda x: x.contiguous(),
@@ -317,7 +318,7 @@ def test_sizes_that_vary(streams, monkeypatch):
     graphs = []
     fuse = backend.fuse
     monkeypatch.setattr(backend, "fuse", lambda graph, *a, **k: graphs.append(graph) or fuse(graph, *a, **k))
-    video_model = model()
+    video_model = model(lambda x: F.dropout(x * 2, 0.1, False).unflatten(2, (4, -1)).flatten(2)[:, 1:])
     call = torch.compile(video_model, backend="ascend_ln_fuse", dynamic=True,
                          options={"report": "off", "streams": streams})
     torch._dynamo.reset()

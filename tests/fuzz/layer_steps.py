@@ -342,9 +342,10 @@ def stream(b: Builder, g: Genes) -> None:
     for number in range(3 + g[1] // 4 % 2):
         norm, = b.let(f"F.layer_norm({h}, ({lane},))", "library norm", inner=True)
         h, = b.let(SUMS[(g[3] + number) % len(SUMS)].format(h, norm), "stream", inner=True)
-    kind = g[2] // 8 % 24
+    kind = g[2] // 8 % 16
     if kind < len(ASIDES):
         b.let(ASIDES[kind].format(h, lane, made), "stream")
-    elif kind < 12:
-        b.do(WRITES[g[3] % len(WRITES)].format(h, h), "write in place")
+    elif kind < 14:
+        copy = h if kind > 11 else b.let(f"{h}.{('contiguous()', 'flatten(1)')[g[1] % 2]}", "stream")[0]
+        b.do(WRITES[g[3] % len(WRITES)].format(copy, copy), "write in place")
     b.let(f"F.layer_norm({h}, ({lane},))", "library norm")
