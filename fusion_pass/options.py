@@ -44,8 +44,8 @@ class Options:
             "simplify" (scaled_dot_product_attention gets none, or is_causal) or "keep".
         cats: torch.cat of all pieces of one tensor, in order: "simplify" (the tensor itself is read) or
             "keep".
-        streams: residual streams whose last dim is not the innermost in memory: "simplify" (copied to
-            contiguous memory where they begin, if that saves bytes) or "keep".
+        streams: residual streams whose last dim is not the innermost in memory: "simplify" (laid out
+            where they begin, by a convolution in channels_last or a copy, if that saves bytes) or "keep".
         inner_choice: what becomes of fused sites in front of an `inner` that fuses on its own, on an
             accelerator: "measure" compiles the graph with all of them, with those of short rows and with
             none, times these forms and keeps the fastest, and leaves what cannot be measured (gradients,
