@@ -42,7 +42,7 @@ from .inner_choice import (
 from .kernels.chain_ops import chain_runner
 from .kernels.ops import runner
 from .kernels.settings import compile_seconds
-from .options import Options, parse_options, strict
+from .options import RUN_AS_WRITTEN, Options, parse_options, strict
 from .patterns import candidate, find_norms
 from .patterns.cat_places import place_in_cats
 from .patterns.cats import join_cats
@@ -56,9 +56,6 @@ from .rewrite import Unit, read_by_result, rewrite
 from .select import select
 from .simplify import simplified
 from .site import Decline, Site
-
-#: Inner compilers that run each product as it is written. Others see through products, but not through ours.
-RUN_AS_WRITTEN = ("eager", "aot_eager", "cudagraphs", "npugraphs")
 
 #: What mode="reduce-overhead" means on devices that can replay a graph; others have no launches to save.
 _GRAPH_COMPILERS = {"cuda": "cudagraphs", "npu": "npugraphs"}

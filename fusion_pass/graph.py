@@ -100,6 +100,19 @@ def quietly(fake: torch.Tensor) -> Iterator[None]:
         yield
 
 
+def call(node: Node, args, kwargs):
+    """What the op of `node` yields of other arguments than its own."""
+    if node.op == "call_method":
+        return getattr(args[0], node.target)(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)
+
+
+def on_fakes(node: Node, args, kwargs, like: torch.Tensor):
+    """`call` of fakes in the mode of `like`; no guard is kept of it."""
+    with quietly(like):
+        return call(node, args, kwargs)
+
+
 def _fact(read: Callable) -> Callable:
     """Makes a Lens's method of one node answer from memory when asked again. For anything but a node
     the answer is None."""

@@ -53,6 +53,9 @@ _SAME = (
 )
 KINDS.update((name, name) for name in _SAME)
 
+#: Methods that look at shape, dtype and device alone.
+LAYOUTLESS = frozenset("size dim ndimension numel __len__ new_empty new_full new_ones new_zeros".split())
+
 #: Views that mean the same on any strides: replayed on another tensor of the same shape, they are
 #: valid and select the same elements.
 STRIDE_FREE_VIEWS = frozenset(

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, Node
 
 from .effects import effects_of, is_attention_without_dropout, value_of
-from .graph import Lens, quietly
+from .graph import Lens, call, on_fakes
 from .kinds import STRIDE_FREE_VIEWS, base_name, kind
 from .rewrite import copy_graph, erase_unread
 
@@ -170,13 +170,7 @@ def _run(node: Node, values: dict[Node, object]):
         fake = value_of(node)
         return torch.full(fake.shape, fill, dtype=fake.dtype, device=fake.device)
     args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
-    return _call(node, args, kwargs)
-
-
-def _call(node: Node, args, kwargs):
-    if node.op == "call_method":
-        return getattr(args[0], node.target)(*args[1:], **kwargs)
-    return node.target(*args, **kwargs)
+    return call(node, args, kwargs)
 
 
 def _meaning(mask: torch.Tensor | None) -> str | None:
@@ -209,7 +203,7 @@ def _fits(lens: Lens, node: Node, given: dict, meaning: str) -> bool:
         return False
     rest = {name: arg for name, arg in node.kwargs.items() if name not in _ARGUMENTS}
     try:
-        bare = _on_fakes(node, (query, key, value), {**rest, "is_causal": meaning == CAUSAL}, query)
+        bare = on_fakes(node, (query, key, value), {**rest, "is_causal": meaning == CAUSAL}, query)
     except Exception:
         return False
     return tuple(bare.shape) == tuple(out.shape) and _settles(lens, node, bare)
@@ -226,16 +220,10 @@ def _settles(lens: Lens, node: Node, fake: torch.Tensor) -> bool:
         try:
             args, kwargs = torch.fx.node.map_arg((reader.args, dict(reader.kwargs)),
                                                  lambda arg: fake if arg is node else value_of(arg))  # noqa: B023
-            fake = _on_fakes(reader, args, kwargs, fake)
+            fake = on_fakes(reader, args, kwargs, fake)
         except Exception:
             return False
         if not isinstance(fake, torch.Tensor) or lens.tensor(reader) is None:
             return False
         node = reader
     return True
-
-
-def _on_fakes(node: Node, args, kwargs, like: torch.Tensor):
-    """What the op of `node` makes of fakes in the mode of `like`; no guard is kept of it."""
-    with quietly(like):
-        return _call(node, args, kwargs)

@@ -10,12 +10,17 @@ from .kernels.settings import DEFAULT_SELF_CHECK, SELF_CHECKS, strict
 
 __all__ = ["Options", "parse_options", "strict"]
 
+#: Inner compilers that run each operation as it is written. Others see through products, but not through
+#: ours, and choose themselves how what they compute lies in memory.
+RUN_AS_WRITTEN = ("eager", "aot_eager", "cudagraphs", "npugraphs")
+
 _CHOICES = {
     "report": ("off", "table", "full"),
     "training": ("fuse", "decline"),
     "self_check": SELF_CHECKS,
     "masks": ("simplify", "keep"),
     "cats": ("simplify", "keep"),
+    "streams": ("simplify", "keep"),
     "inner_choice": ("measure", "fuse"),
 }
 
@@ -39,6 +44,8 @@ class Options:
             "simplify" (scaled_dot_product_attention gets none, or is_causal) or "keep".
         cats: torch.cat of all pieces of one tensor, in order: "simplify" (the tensor itself is read) or
             "keep".
+        streams: residual streams whose last dim is not the innermost in memory: "simplify" (laid out
+            where they begin, by a convolution in channels_last or a copy, if that saves bytes) or "keep".
         inner_choice: what becomes of fused sites in front of an `inner` that fuses on its own, on an
             accelerator: "measure" compiles the graph with all of them, with those of short rows and with
             none, times these forms and keeps the fastest, and leaves what cannot be measured (gradients,
@@ -51,6 +58,7 @@ class Options:
     self_check: str = DEFAULT_SELF_CHECK
     masks: str = "simplify"
     cats: str = "simplify"
+    streams: str = "simplify"
     inner_choice: str = "measure"
 
     def __post_init__(self) -> None:

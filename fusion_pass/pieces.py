@@ -13,7 +13,6 @@ else's, a weight, and the tensor is an input or is returned: its owner may write
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -21,9 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_map_only
 
-from .effects import WORLD, effects_of, is_fence, storage_key, storages_of, tensors_of, value_of
+from .effects import WORLD, effects_of, storage_key, storages_of, tensors_of, value_of
 from .graph import Lens, quietly, same, same_shape
 from .kinds import kind
+from .lifetimes import Lifetimes
 from .patterns.rotary import joined
 from .rewrite import copy_graph, erase_unread
 
@@ -104,35 +104,13 @@ def _is_plain(fake: torch.Tensor | None) -> bool:
     return isinstance(fake, FakeTensor) and not (fake.is_conj() or fake.is_neg() or fake.requires_grad)
 
 
-class _Memory:
-    """What becomes of the memory of a graph."""
+class _Memory(Lifetimes):
+    """The memory of a graph, as far as cats of it are concerned."""
 
     def __init__(self, lens: Lens):
-        self.lens = lens
-        #: storage -> the last position at which it is written; of one that an op got of which nothing is
-        #: known, and which may have kept it, no position is
-        self.last_write: dict = {}
-        self.inputs: set = set()
-        self.leaving: frozenset = frozenset()
-        self.aliases: dict = {}
+        super().__init__(lens)
         #: storage of a cat that is common -> the storage that is read instead, which no such cat has
         self.roots: dict = {}
-        for position, node in enumerate(lens.nodes):
-            for key in lens.storages(node):
-                self.aliases.setdefault(key, []).append(node)
-            if node.op in ("placeholder", "get_attr"):
-                self.inputs |= lens.storages(node)
-            effect = effects_of(node, lens.storages)
-            if node.op == "output":
-                self.leaving = effect.reads
-            if is_fence(node):
-                continue
-            for key in effect.writes:
-                self.last_write[key] = max(position, self._last_write(key))
-            if WORLD in effect.writes:
-                known = (effect.writes | lens.storages(node)) - {WORLD}
-                self.last_write.update(dict.fromkeys(known, math.inf))
-        self.last_write_to_inputs = max(map(self._last_write, (*self.inputs, WORLD)))
 
     def is_common(self, cat: Node, source: Node) -> bool:
         """Whether nobody can tell if `cat`, whose values are those of `source`, has memory of its own. To be
@@ -141,9 +119,8 @@ class _Memory:
         if len(mine) != 1 or len(theirs) != 1 or WORLD in mine | theirs or mine & self.leaving:
             return False
         (made,), (kept,) = mine, theirs
-        after = self.last_write_to_inputs if kept in self.inputs else self._last_write(kept)
         root = self.roots.get(kept, kept)
-        if made in self.last_write or after >= self.lens.position[cat] or \
+        if made in self.last_write or self.is_written_from(kept, cat) or \
                 (root in self.inputs | self.leaving and self._may_be_saved(made)) or \
                 not all(_can_move(tensor, value_of(cat)) for node in self.aliases[made]
                         for tensor in tensors_of(value_of(node))):
@@ -155,9 +132,6 @@ class _Memory:
         """Whether a backward pass, which runs when the graph has, may read this memory."""
         return any(tensor.requires_grad for node in self.aliases[key] for reader in node.users
                    for tensor in tensors_of(value_of(reader)))
-
-    def _last_write(self, key) -> float:
-        return self.last_write.get(key, -1)
 
 
 def _can_move(view: torch.Tensor, whole: torch.Tensor) -> bool:

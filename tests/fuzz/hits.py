@@ -29,6 +29,7 @@ def watched() -> Iterator[set[str]]:
     """A set that fills, inside, with the names of what the pass does."""
     hits: set[str] = set()
     rewrite, drop, join = backend.rewrite, simplify.without_needless_masks, simplify.without_needless_cats
+    lay_out = simplify.without_streams_across
     find, call = Recent.find, FusedSegment.call
 
     def watched_rewrite(lens: Lens, taken: Taken, **options):
@@ -46,6 +47,11 @@ def watched() -> Iterator[set[str]]:
         hits.update(["cat of pieces left out"] if words else [])
         return result, words
 
+    def watched_lay_out(graph):
+        result, words = lay_out(graph)
+        hits.update(["stream laid out"] if words else [])
+        return result, words
+
     def watched_find(self, tensors, pointers):
         found = find(self, tensors, pointers)
         if found is not None:
@@ -60,6 +66,7 @@ def watched() -> Iterator[set[str]]:
             mock.patch.object(FusedSegment, "call", watched_call), \
             mock.patch.object(simplify, "without_needless_masks", watched_drop), \
             mock.patch.object(simplify, "without_needless_cats", watched_join), \
+            mock.patch.object(simplify, "without_streams_across", watched_lay_out), \
             mock.patch.object(Recent, "find", watched_find):
         yield hits
 

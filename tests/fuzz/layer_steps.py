@@ -1,6 +1,6 @@
 """Steps that are parts of whole models: attentions and their masks, rotary embeddings of q and k, results
-that a cat joins, a norm with the layers behind it. Each in forms that the pass takes, and in some that only
-look so.
+that a cat joins, a norm with the layers behind it, residual streams across memory. Each in forms that the
+pass takes, and in some that only look so.
 """
 
 from __future__ import annotations
@@ -318,3 +318,34 @@ def convolutions(b: Builder, g: Genes) -> None:
             b.let(f"{y} + {image}", "convolution")
     elif g[2] // 128:
         b.let(f"{y}.flatten(2).transpose(1, 2)", "convolution")
+
+
+#: what makes the next value of a stream `{0}` of a norm `{1}` of it
+SUMS = ("{0} + {1}", "{0} + {1} * 0.5", "{1} + {0}", "torch.add({0}, F.silu({1}))",
+        "({0}.float() + {1}).to({0}.dtype)", "F.dropout({0} + {1}, 0.1, False)", "torch.maximum({0}, {1})",
+        "{0} - {1}.mean(1, keepdim=True)")
+#: what else is done with a stream `{0}` of rows of `{1}`, or with the memory `{2}` in which it begins
+ASIDES = ("{0} * 2", "{0}[:, 1:].contiguous()", "{0}.reshape({0}.shape[0], -1)", "{2} + 1", "{0}.sum(1)",
+          "{0}.transpose(1, 2).view({0}.shape[0], -1)", "torch.cat(({0}, {0}[:, :1]), 1)", "{0}.flip(1)",
+          "{0}.view(-1, {1})")
+
+
+@step(3)
+def stream(b: Builder, g: Genes) -> None:
+    """Sums that lie across memory, as behind a convolution over patches, and a norm of each."""
+    value = _value(b, g[0], (3,), (BATCH, 5, 8))
+    lane = b.tensor(value).shape[-1]
+    made, = b.let(f"{value}.transpose(1, 2).contiguous() * 0.5", "stream", inner=True)
+    h, = b.let(f"{made}.{('transpose(1, 2)', 'mT', 'permute(0, 2, 1)')[g[1] % 3]}", "stream", inner=True)
+    if g[2] % 8 == 0:
+        b.do(WRITES[g[2] // 8 % len(WRITES)].format(made if g[3] % 2 else h, h), "write in place")
+    for number in range(3 + g[1] // 4 % 2):
+        norm, = b.let(f"F.layer_norm({h}, ({lane},))", "library norm", inner=True)
+        h, = b.let(SUMS[(g[3] + number) % len(SUMS)].format(h, norm), "stream", inner=True)
+    kind = g[2] // 8 % 16
+    if kind < len(ASIDES):
+        b.let(ASIDES[kind].format(h, lane, made), "stream")
+    elif kind < 14:
+        copy = h if kind > 11 else b.let(f"{h}.{('contiguous()', 'flatten(1)')[g[1] % 2]}", "stream")[0]
+        b.do(WRITES[g[3] % len(WRITES)].format(copy, copy), "write in place")
+    b.let(f"F.layer_norm({h}, ({lane},))", "library norm")

@@ -130,6 +130,8 @@ MUTANTS = {
         "masks", "_constants", "or lens.is_mutated(node)", ""),
     "an attention's strides without its mask": Mutant(
         "masks", "_fits", "_settles(lens, node, bare)", "True"),
+    "a copy of a stream stays a copy": Mutant(
+        "streams", "Stream.flows", "if is_view or", "if"),
     "an update private though read later as it was": Mutant(
         "updates", "_are_private", "last_read > position or not", "not"),
     "an update private though others write there": Mutant(
@@ -239,8 +241,10 @@ def _changed_graphs(mutants: Mapping[str, Mutant]) -> Iterator[set[str]]:
 
         return run
 
+    watched = {name: compared(getattr(simplify, name))
+               for name in ("without_needless_masks", "without_streams_across")}
     with mock.patch.object(backend, "_fuse", compared(backend._fuse)), \
-            mock.patch.object(simplify, "without_needless_masks", compared(simplify.without_needless_masks)):
+            mock.patch.multiple(simplify, **watched):
         yield changed
 
 

@@ -90,11 +90,15 @@ def _program(*texts: str, route: str = "dynamo", calls: tuple[str, ...] = ()) ->
 
 NORM = "v1 = F.rms_norm(x0, (64,))"
 ROTATION = "v1 = torch.cat((-x0[..., 32:], x0[..., :32]), -1)"
+STREAM = ("v1 = x0.flatten(1, 2).transpose(1, 2).contiguous()", "v2 = v1.transpose(1, 2)",
+          *(f"v{i + 1} = v{i} + F.layer_norm(v{i}, (64,))" for i in range(2, 6)),
+          "v7 = F.layer_norm(v6, (64,))")
 LAYER = (NORM, "v2 = F.linear(v1, w2)")
 HITS = {
     "mask dropped: causal": _program(
         "v1 = torch.ones(6, 6, dtype=torch.bool).tril()",
         "v2 = F.scaled_dot_product_attention(x0, x0, x0, v1)"),
+    "stream laid out": _program(*STREAM),
     "private update": _program(NORM, "v1.mul_(0.5)", "v3 = v1.view(-1, 64)"),
     "rotary site": _program(ROTATION, "v2 = x0 * x1 + v1 * x1"),
     "rotary by halves": _program(ROTATION, "v2 = x0 * x1 + v1 * x1"),

@@ -1,0 +1,328 @@
+"""Residual streams that lie across memory: laid out once, where they begin.
+
+A video or image transformer begins with a convolution over patches and `flatten(2).transpose(1, 2)`: tokens
+whose features lie a stride apart. `hidden + attention * gate` has the layout of its first operand, so every
+sum of the residual stream lies so too. Eager copies it in front of each norm, and its pointwise operations
+read one operand in steps; and no kernel takes the sum and the norm together where rows are too long to be
+walked across memory (`across.py`). Where that moves more bytes than one copy, the view from which the stream
+begins is copied to contiguous memory, and what comes after has the layout that eager would give it then.
+
+Values stay the same, bit by bit but where an operation itself depends on how its operands lie: a product
+takes another kernel, a sum another order. What has another layout than in the graph as it came is read only
+by operations whose values do not depend on that; it is neither written nor returned, and no gradient of it is
+recorded. What the stream is a view of is made by the graph and read by nobody else later, so it is freed when
+it has been copied: there is no more memory in use than in eager, which has a copy beside the stream at norms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from heapq import heappop, heappush
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from .across import walks
+from .channels_last import CONVOLUTIONS, Patches, patches_of
+from .effects import effects_of, is_idle_dropout, storages, tensors_of, value_of
+from .graph import Lens, hint, on_fakes, quietly, same, same_shape, tensor_bytes
+from .kernels.pointwise import POINTWISE
+from .kinds import LAYOUTLESS, REGROUPING_VIEWS, STRIDE_FREE_VIEWS, base_name, kind
+from .lifetimes import Lifetimes
+from .patterns import find_norms
+from .rewrite import copy_graph
+from .site import NUMBERS, Decline, Norm, layout_order
+
+_POINTWISE = frozenset((*POINTWISE, "rsub", "pow", "clamp", "addcmul", "to", "dropout"))
+_SUMS = frozenset("layer_norm rms_norm normalize norm mean var std var_mean sum".split())
+_VIEWS = STRIDE_FREE_VIEWS | REGROUPING_VIEWS
+#: Words of operations whose values do not depend on where in memory their operands lie, and whose fakes tell
+#: where results do. (Of attention they do not: its kernels differ.)
+_INDIFFERENT = _POINTWISE | _SUMS | _VIEWS | \
+    frozenset("copy linear matmul addmm bmm einsum cat stack".split())
+
+Look = Callable[[Node], object]
+
+
+def without_streams_across(graph: Graph) -> tuple[Graph, str]:
+    """A copy of `graph` in which streams that lie across memory are copied where they begin, and words for
+    the report; `graph` itself and "" where it has none."""
+    found = streams_across(graph)
+    if not found:
+        return graph, ""
+    copied, env = copy_graph(graph)
+    for stream in found:
+        _lay_out(copied, stream, env)
+    return copied, "; ".join(filter(None, (
+        _note([stream for stream in found if not stream.patches], "copied where"),
+        _note([stream for stream in found if stream.patches], "laid out by the convolution with which"))))
+
+
+def _note(streams: list[Stream], what: str) -> str:
+    if not streams:
+        return ""
+    norms = sum(len(stream.norms) for stream in streams)
+    which = f"1 stream that lies across memory is {what} it begins" if len(streams) == 1 else \
+        f"{len(streams)} streams that lie across memory are {what} they begin"
+    return which + (f": {norms} norm{' reads' if norms == 1 else 's read'} rows" if norms else "")
+
+
+def streams_across(graph: Graph) -> list[Stream]:
+    """The streams of a graph, whose nodes carry fakes, that are worth a copy, in order."""
+    if not any(base_name(node) in CONVOLUTIONS or (kind(node) in _SUMS and any(
+            _is_across(value_of(arg)) for arg in node.all_input_nodes)) for node in graph.nodes):
+        return []
+    lens = Lens(graph)
+    norms = [found.norm for found in find_norms(lens)[0]]
+    if not norms:
+        return []
+    lifetimes = Lifetimes(lens)
+    known: dict[Node, object] = {}
+    streams = []
+    for source in filter(_starts_across, lens.nodes):
+        if _is_own(lens, lifetimes, source):
+            stream = Stream(source, known)
+            if stream.flows(lens) and _dies(lens, lifetimes, stream) and stream.serves(lens, norms):
+                streams.append(stream)
+                known = {**known, **stream.values}
+    return streams
+
+
+class Stream:
+    """What comes of a view that lies across memory, if it is copied to contiguous memory.
+
+    Attributes:
+        source: the view.
+        before: what nodes yield without this copy, where their fakes do not tell: the `values` of the streams
+            that are copied already.
+        values: what nodes yield with it (a fake, or a tuple of fakes), where that has another layout, or
+            shares memory with what has; of `source`, what its copy is.
+        norms: those that read a value which lay across.
+        patches: the convolution that lays it out, where there is one: nothing is copied then.
+    """
+
+    def __init__(self, source: Node, before: Mapping[Node, object]):
+        self.source, self.before = source, before
+        with quietly(value_of(source)), torch.no_grad():
+            copy = self.was(source).clone(memory_format=torch.contiguous_format)
+        self.values: dict[Node, object] = {source: copy}
+        self.norms: list[Norm] = []
+        self.patches: Patches | None = None
+
+    def was(self, node: Node):
+        """What `node` yields without the copy."""
+        return self.before[node] if node in self.before else value_of(node)
+
+    def now(self, node: Node):
+        """What `node` yields with it."""
+        return self.values[node] if node in self.values else self.was(node)
+
+    def flows(self, lens: Lens) -> bool:
+        """Fill in `values`. False where one of them is read by what may not be indifferent to its layout, or
+        would need memory that it does not need in the graph as it came."""
+        waiting, met = [], set()
+
+        def go_on(node: Node) -> None:
+            for reader in node.users.keys() - met:
+                met.add(reader)
+                heappush(waiting, lens.position[reader])
+
+        go_on(self.source)
+        while waiting:
+            node = lens.nodes[heappop(waiting)]
+            if _ignores_layout(node):
+                continue
+            if not _is_indifferent(lens, node):
+                return False
+            was, now = self.was(node), self._run(node)
+            before, after = list(tensors_of(was)), list(tensors_of(now))
+            if len(before) != len(after) or not all(map(_are_alike, before, after)):
+                return False
+            read = [arg for arg in node.all_input_nodes if arg in self.values]
+            was_view = is_idle_dropout(node) or _share(was, map(self.was, read))
+            is_view = _share(now, map(self.now, read))
+            if was_view != is_view and not (is_view and _is_whole(now)):
+                return False  # a copy more, or a small view that keeps what it is a view of
+            if is_view or not all(map(_lie_alike, before, after)):
+                self.values[node] = now
+                go_on(node)
+        return True
+
+    def _run(self, node: Node):
+        """What `node` yields of what its arguments yield with the copy; None where it fails."""
+        args, kwargs = map_arg((node.args, dict(node.kwargs)), self.now)
+        try:
+            with torch.no_grad():
+                return on_fakes(node, args, kwargs, self.values[self.source])
+        except Exception:  # a view that exists in the other layout alone
+            return None
+
+    def serves(self, lens: Lens, norms: Iterable[Norm]) -> bool:
+        """Whether norms read rows now that did not, or a convolution lays the stream out, no norm reads what
+        it did not before, and fewer bytes are moved. Fills in `norms` and `patches`."""
+        for norm in norms:
+            if norm.value in self.values:
+                if not same(self.now(norm.value).stride(_lane(norm)), 1):
+                    return False
+                if not same(self.was(norm.value).stride(_lane(norm)), 1):
+                    self.norms.append(norm)
+        self.patches = patches_of(lens, self.source, self.values[self.source])
+        return (bool(self.norms) or self.patches is not None) and self.gain() > 0
+
+    def gain(self) -> int:
+        """Bytes that need not be moved with the copy, less those that it moves, at the sizes seen at compile
+        time. Counted are copies, in front of norms and below, and what pointwise operations read in another
+        order than they write it."""
+        copied = {norm.value for norm in self.norms if not walks(self.was(norm.value), _lane(norm))}
+        gained = 2 * sum(tensor_bytes(self.was(value)) for value in copied)
+        # (What the convolution reads is copied instead of what cuDNN would transpose.)
+        gained -= 0 if self.patches else 2 * tensor_bytes(self.now(self.source))
+        for node in dict.fromkeys(reader for value in self.values for reader in value.users):
+            moved = _stepped if kind(node) in _POINTWISE else _copied
+            gained += moved(node, self.was) - moved(node, self.now)
+        return gained
+
+
+# -- where a stream begins
+
+
+def _is_across(fake: torch.Tensor | None) -> bool:
+    """Whether a fake is dense, but its last dim not the innermost in memory."""
+    if not isinstance(fake, FakeTensor) or fake.layout is not torch.strided or fake.dim() < 2 or \
+            hint(fake.shape[-1]) < 2:
+        return False
+    try:
+        return layout_order(None, fake)[-1] != fake.dim() - 1
+    except Decline:
+        return False
+
+
+def _starts_across(node: Node) -> bool:
+    """Whether `node` is a view that lies across memory, of what does not."""
+    if kind(node) not in _VIEWS or not node.args or not isinstance(node.args[0], Node):
+        return False
+    above, here = value_of(node.args[0]), value_of(node)
+    return _is_across(here) and isinstance(above, FakeTensor) and not _is_across(above) and \
+        storages(here) == storages(above)
+
+
+def _is_own(lens: Lens, lifetimes: Lifetimes, source: Node) -> bool:
+    """Whether the memory of `source` is made by the graph, and nobody writes it later."""
+    if not _is_plain(value_of(source)) or source in lens.transformed:
+        return False
+    key, = lens.storages(source)
+    return key not in lifetimes.inputs and not lifetimes.is_written_from(key, source)
+
+
+def _dies(lens: Lens, lifetimes: Lifetimes, stream: Stream) -> bool:
+    """Whether nobody keeps the memory of the source when it has been copied, the graph's caller included."""
+    key, = lens.storages(stream.source)
+    return not any(lens.position[reader] > lens.position[stream.source]
+                   for node in lifetimes.aliases[key] if node not in stream.values for reader in node.users)
+
+
+# -- who may read it
+
+
+def _is_plain(value) -> bool:
+    """Whether the values of fakes are what lies in their memory, and no gradient of them is recorded."""
+    return all(isinstance(fake, FakeTensor) and not (fake.is_conj() or fake.is_neg() or fake.requires_grad)
+               for fake in tensors_of(value))
+
+
+def _ignores_layout(node: Node) -> bool:
+    """Whether `node` is a method that never looks at where a tensor's elements are."""
+    return node.op == "call_method" and node.target in LAYOUTLESS
+
+
+def _is_indifferent(lens: Lens, node: Node) -> bool:
+    """Whether `node` yields the same values however its operands lie, in plain tensors."""
+    if node in lens.transformed or not _is_plain(value_of(node)):
+        return False
+    word = kind(node)
+    return word in _INDIFFERENT and not effects_of(node, lens.storages).writes and \
+        (word != "getitem" or _is_basic(node.args[1]))
+
+
+def _is_basic(index) -> bool:
+    """Whether indexing by `index` yields a view: by numbers and slices alone."""
+    return all(one is None or one is Ellipsis or isinstance(one, slice) or
+               (isinstance(value_of(one) if isinstance(one, Node) else one, NUMBERS) and
+                not isinstance(one, bool))
+               for one in (index if isinstance(index, tuple) else (index,)))
+
+
+def _are_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two fakes differ in layout at most. (Under autocast they may differ in dtype, run here.)"""
+    return isinstance(b, FakeTensor) and same_shape(a.shape, b.shape) and a.dtype == b.dtype and \
+        a.device == b.device
+
+
+def _lie_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two fakes of one shape have one layout."""
+    return same_shape(a.stride(), b.stride()) and same(a.storage_offset(), b.storage_offset())
+
+
+def _share(value, others: Iterable) -> bool:
+    """Whether `value` and one of `others` have memory in common."""
+    return not storages(value).isdisjoint(storages([*others]))
+
+
+def _is_whole(view) -> bool:
+    """Whether a view has all elements of its memory, at the sizes seen at compile time."""
+    return isinstance(view, torch.Tensor) and tensor_bytes(view) >= hint(view.untyped_storage().nbytes())
+
+
+# -- what it costs
+
+
+def _lane(norm: Norm) -> int:
+    return -1 if norm.axis is None else norm.axis
+
+
+def _stepped(node: Node, look: Look) -> int:
+    """Bytes that a pointwise operation reads in another order than it writes."""
+    out = look(node)
+    if not isinstance(out, torch.Tensor):
+        return 0
+    # (x.type_as(like) reads nothing of `like`.)
+    read = node.args[:1] if kind(node) == "to" else node.all_input_nodes
+    operands = [fake for arg in read if isinstance(fake := look(arg), torch.Tensor)]
+    return sum(tensor_bytes(fake) for fake in operands if _innermost(fake) not in (None, _innermost(out)))
+
+
+def _innermost(fake: torch.Tensor) -> int | None:
+    """The dim, counted from the last, along which neighbours in memory lie; None where no dim does."""
+    steps = [(hint(fake.stride(dim)), dim) for dim in range(-fake.dim(), 0)
+             if hint(fake.shape[dim]) > 1 and hint(fake.stride(dim)) > 0]
+    return min(steps)[1] if steps else None
+
+
+def _copied(node: Node, look: Look) -> int:
+    """Bytes that `reshape`, `contiguous` and the like move, if they copy."""
+    above = node.args[0] if node.args and kind(node) in _VIEWS | {"copy"} else None
+    if not isinstance(above, Node) or _share(look(node), [look(above)]):
+        return 0
+    return 2 * sum(map(tensor_bytes, tensors_of(look(node))))
+
+
+# -- the copy
+
+
+def _lay_out(graph: Graph, stream: Stream, env: Mapping[Node, Node]) -> None:
+    """Copy the source of `stream` in the copied graph, or what its convolution reads, and have nodes carry
+    the fakes of its values."""
+    if stream.patches:
+        stream.patches.lay_out(graph, env)
+        first = env[stream.source]
+    else:
+        source = env[stream.source]
+        with graph.inserting_after(source):
+            first = graph.call_function(torch.clone, (source,), {"memory_format": torch.contiguous_format})
+        first.meta = dict(source.meta)
+        source.replace_all_uses_with(first, delete_user_cb=lambda reader: reader is not first)
+    for node, value in stream.values.items():
+        meta = first.meta if node is stream.source else env[node].meta
+        meta["example_value" if "example_value" in meta else "val"] = value

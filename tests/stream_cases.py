@@ -1,0 +1,107 @@
+"""Models whose residual stream lies across memory, and their graphs with it laid out."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ascend_ln_fuse.effects import tensors_of, value_of
+from ascend_ln_fuse.streams import without_streams_across
+
+BATCH, WIDTH = 2, 16
+NOTE = "1 stream that lies across memory is copied where it begins: {} norms read rows"
+NOISE = torch.Generator()
+
+
+def randn(*shape, dtype=torch.float32):
+    return torch.randn(shape, generator=NOISE.manual_seed(sum(shape))).to(dtype)
+
+
+def video(dtype=torch.float32, frames=4, size=8):
+    return randn(BATCH, 3, frames, size, size, dtype=dtype)
+
+
+POSITIONS = randn(1, 64, WIDTH)
+
+
+class Block(nn.Module):
+    """A block of diffusers' HunyuanVideo with an image stream alone (transformer_hunyuan_video.py)."""
+
+    def __init__(self, norm=F.layer_norm):
+        super().__init__()
+        self.norm = norm
+        self.emb, self.attn, self.ff = (nn.Linear(WIDTH, n * WIDTH) for n in (6, 1, 1))
+
+    def forward(self, hidden, temb):
+        shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = self.emb(temb)[:, None].chunk(6, dim=-1)
+        attn = self.attn(self.norm(hidden, (WIDTH,)) * (1 + scale) + shift)
+        hidden = hidden + attn * gate
+        ff = self.ff(F.silu(self.norm(hidden, (WIDTH,)) * (1 + scale_mlp) + shift_mlp))
+        return hidden + gate_mlp * ff
+
+
+class Video(nn.Module):
+    """`between` is done with the tokens in front of the blocks, `behind` with what the blocks yield."""
+
+    def __init__(self, between=lambda x: x, behind=lambda x: F.layer_norm(x, (WIDTH,)), norm=F.layer_norm):
+        super().__init__()
+        self.between, self.behind = between, behind
+        self.patch = nn.Conv3d(3, WIDTH, (1, 2, 2), stride=(1, 2, 2))
+        self.blocks = nn.ModuleList(Block(norm) for _ in range(2))
+        self.temb = nn.Parameter(randn(BATCH, WIDTH))
+
+    def forward(self, x):
+        hidden = self.between(self.patch(x).flatten(2).transpose(1, 2))
+        for block in self.blocks:
+            hidden = block(hidden, self.temb)
+        return self.behind(hidden)
+
+
+def model(*args, dtype=torch.float32, **kwargs):
+    torch.manual_seed(0)
+    return Video(*args, **kwargs).to(dtype).eval()
+
+
+class Honest(torch.fx.Interpreter):
+    """Runs a graph; what nodes yield must lie in memory as their fakes say."""
+
+    def run_node(self, node):
+        result = super().run_node(node)
+        if node.op == "output":
+            return result
+        for real, fake in zip(tensors_of(result), tensors_of(value_of(node)), strict=True):
+            assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype), node
+            assert real.storage_offset() == fake.storage_offset(), node
+        return result
+
+
+def graph_of(f, *inputs):
+    found = []
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(f, backend=lambda gm, _: found.append(gm.graph) or gm.forward)(*inputs)
+    graph, = found
+    return graph
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b)
+    return True
+
+
+def laid_out(f, *inputs, same=torch.equal, grad=False):
+    """The note on a function whose graph, streams laid out, yields what eager does."""
+    notes = []
+
+    def lay_out(gm, _):
+        graph, note = without_streams_across(gm.graph)
+        assert (graph is gm.graph) == (not note)
+        notes.append(note)
+        return Honest(torch.fx.GraphModule(gm, graph)).run
+
+    torch._dynamo.reset()
+    with torch.set_grad_enabled(grad):
+        ours, eager = (call(*map(torch.clone, inputs)) for call in (torch.compile(f, backend=lay_out), f))
+    for a, b in zip(tensors_of(ours), tensors_of(eager), strict=True):
+        assert same(a, b) and a.stride() == b.stride()
+    note, = notes
+    return note
