@@ -40,10 +40,10 @@ def gelu(arithmetic: Arithmetic, x: str, name: str) -> tuple[list[str], str]:
 
 
 def silu(arithmetic: Arithmetic, x: str, name: str) -> tuple[list[str], str]:
-    """No statement, and an expression: x / (1 + exp(-x)). Below -87 the reciprocal is 0, as it is in Triton's
-    own quotient."""
-    power = arithmetic.exp2(f"({x}) * {-_LOG2_E!r}")
-    return [], f"({x}) * {arithmetic.reciprocal(f'1.0 + {power}')}"
+    """No statement, and an expression: x / (1 + exp(-x)), both parts of the quotient times 2**-8: so its
+    divisor has a reciprocal among fp32's normal numbers wherever the result is one."""
+    power = arithmetic.exp2(f"({x}) * {-_LOG2_E!r} - 8.0")
+    return [], f"({x}) * ({arithmetic.reciprocal(f'{2.0**-8!r} + {power}')} * {2.0**-8!r})"
 
 
 FORMS: dict[str, Callable[[Arithmetic, str, str], tuple[list[str], str]]] = {"gelu": gelu, "silu": silu}
