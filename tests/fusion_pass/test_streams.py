@@ -2,13 +2,9 @@
 
 import pytest
 import torch
-<<<<<<< HEAD
-from checks import assert_within_bound, check
-from stream_cases import BATCH, NOTE, POSITIONS, WIDTH, close, graph_of, laid_out, model, randn, video
-=======
 from cat_pieces import compiled
 from checks import check
->>>>>>> wt-lay
+from stream_cases import BATCH, NOTE, POSITIONS, WIDTH, close, graph_of, laid_out, model, randn, video
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -39,8 +35,6 @@ def test_a_video_transformer():
 ], ids=["position", "casts", "dropout", "dropout of a slice", "views", "slice", "pieces", "shape", "mean"])
 def test_in_front_of_the_blocks(between):
     assert laid_out(model(between), video(), same=close) == NOTE.format(5)
-
-
 
 
 def test_two_streams():
