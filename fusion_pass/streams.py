@@ -38,6 +38,8 @@ from .site import NUMBERS, Decline, Norm, layout_order
 _POINTWISE = frozenset((*POINTWISE, "rsub", "pow", "clamp", "addcmul", "to", "dropout"))
 _SUMS = frozenset("layer_norm rms_norm normalize norm mean var std var_mean sum".split())
 _VIEWS = STRIDE_FREE_VIEWS | REGROUPING_VIEWS
+#: Words of operations that yield contiguous tensors, however their operands lie.
+_CONTIGUOUS = frozenset("linear addmm bmm layer_norm".split())
 #: Words of operations whose values do not depend on where in memory their operands lie, and whose fakes tell
 #: where results do. (Of attention they do not: its kernels differ.)
 _INDIFFERENT = _POINTWISE | _SUMS | _VIEWS | \
@@ -145,7 +147,7 @@ class Stream:
             is_view = _share(now, map(self.now, read))
             if was_view != is_view and not (is_view and _is_whole(now)):
                 return False  # a copy more, or a small view that keeps what it is a view of
-            if is_view or not all(map(_lie_alike, before, after)):
+            if is_view or not all(map(_lie_alike, before, after)) or not _is_settled(node, after):
                 self.values[node] = now
                 go_on(node)
         return True
@@ -263,6 +265,13 @@ def _are_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _lie_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two fakes of one shape have one layout."""
     return same_shape(a.stride(), b.stride()) and same(a.storage_offset(), b.storage_offset())
+
+
+def _is_settled(node: Node, results: Iterable[torch.Tensor]) -> bool:
+    """Whether what `node` yields lies as its fakes, `results`, say. PyTorch's fakes are often wrong about the
+    stride of a dim of one element, which some operations take a tensor's order in memory from."""
+    return kind(node) in _CONTIGUOUS or all(
+        isinstance(size, int) and size > 1 for result in results for size in result.shape)
 
 
 def _share(value, others: Iterable) -> bool:

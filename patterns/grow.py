@@ -30,6 +30,9 @@ MAX_OPERANDS = 8
 #: words of nodes that yield the values of their first argument
 COPIES = frozenset({"to", "copy"}) | REGROUPING_VIEWS
 
+#: words of nodes that, as identities, yield their argument and no view of it
+ITSELF = frozenset({"dropout", "to", "copy"})
+
 
 @dataclass(frozen=True)
 class Reach:
@@ -191,7 +194,7 @@ class Grower:
         chain: list[Node] = []
         while self.lens.is_view(node) and self._mine(node) and (
                 not self._read_outside([node], chain) or
-                (self.reach.store_up and self.lens.is_identity(node))):
+                (self.reach.store_up and self.lens.kind(node) in ITSELF and self.lens.is_identity(node))):
             chain.append(node)
             node = node.args[0]
         return chain

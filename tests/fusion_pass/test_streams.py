@@ -77,6 +77,31 @@ def test_sites_grow_over_the_sums(most, monkeypatch):
 # -- what is left as it was
 
 
+def pixel(tokens):
+    return tokens.transpose(1, 2).unsqueeze(2)
+
+
+@pytest.mark.parametrize("behind", [
+    lambda x: x * 2, lambda x: F.gelu(x), lambda x: F.interpolate(pixel(x * 2), size=(4, 4)),
+    lambda x: F.conv_transpose2d(pixel(x * 2), torch.ones(WIDTH, 4, 4, 4, dtype=x.dtype) / 8),
+], ids=["returned", "gelu", "interpolated", "convolution"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_one_token(behind, batch):
+    """Fakes are wrong about the strides of dims of one element, from which others take an order in memory."""
+    weight, linear = randn(WIDTH, 8, 1, dtype=torch.bfloat16), randn(WIDTH, WIDTH, dtype=torch.bfloat16)
+
+    def f(x):
+        hidden = F.conv1d(x, weight).transpose(1, 2)
+        for _ in range(4):
+            hidden = hidden + F.linear(F.layer_norm(hidden, (WIDTH,)), linear)
+        return behind(hidden[:, :1]), F.layer_norm(hidden, (WIDTH,))
+
+    x = randn(batch, 8, 7, dtype=torch.bfloat16)
+    with torch.no_grad():
+        ours, eager = (call(x)[0] for call in (torch.compile(f, backend="ascend_ln_fuse"), f))
+    assert ours.stride() == eager.stride() and close(ours, eager)
+
+
 @torch.library.custom_op("test_streams::twice", mutates_args=())
 def custom(x: torch.Tensor) -> torch.Tensor:
     return x * 2

@@ -47,3 +47,13 @@ def test_a_sum_with_two_names_is_left():
 def test_a_view_that_others_read_is_left():
     report = check(Embedded(through=lambda x, *_, **__: x.unsqueeze(1)), *inputs(), fused=1)
     assert report.sites[0].pattern == "layer_norm"
+
+
+@pytest.mark.parametrize("through", [lambda x: x.view(x.shape), lambda x: x[:]], ids=["view", "slice"])
+def test_a_view_of_all_stays_a_view(through):
+    def f(x):
+        handed_on = through(x + x)
+        return handed_on, F.layer_norm(handed_on, (D,))
+
+    x = torch.randn(2, 3, D)
+    assert torch.compile(f, backend="ascend_ln_fuse", options={"report": "off"})(x)[0]._is_view()
