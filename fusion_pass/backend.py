@@ -175,7 +175,8 @@ def _fused_module(gm: GraphModule, chosen: Options) -> tuple[FusionReport, Graph
     fused = Fused(None)
     original = plain = gm.graph
     try:
-        plain, notes = simplified(original, chosen)
+        with _collector_paused():
+            plain, notes = simplified(original, chosen)
         fused = fuse(plain, chosen, begin=True)
         if fused.graph is not None or plain is not original:
             gm.graph = fused.graph or plain

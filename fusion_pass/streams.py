@@ -16,7 +16,7 @@ it has been copied: there is no more memory in use than in eager, which has a co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from heapq import heappop, heappush
 
 import torch
@@ -76,17 +76,22 @@ def streams_across(graph: Graph) -> list[Stream]:
     if not any(base_name(node) in CONVOLUTIONS or (kind(node) in _SUMS and any(
             _is_across(value_of(arg)) for arg in node.all_input_nodes)) for node in graph.nodes):
         return []
-    lens = Lens(graph)
-    norms = [found.norm for found in find_norms(lens)[0]]
-    if not norms:
+    sources = [node for node in graph.nodes if _starts_across(node)]
+    if not sources:
         return []
+    lens = Lens(graph)
     lifetimes = Lifetimes(lens)
+    norms: list[Norm] | None = None
     known: dict[Node, object] = {}
     streams = []
-    for source in filter(_starts_across, lens.nodes):
-        if _is_own(lens, lifetimes, source):
-            stream = Stream(source, known)
-            if stream.flows(lens) and _dies(lens, lifetimes, stream) and stream.serves(lens, norms):
+    for source in sources:
+        if not _is_own(lens, lifetimes, source):
+            continue
+        stream = Stream(source, known)
+        if stream.flows(lens) and _dies(lens, lifetimes, stream) and stream.may_serve(lens):
+            if norms is None:  # to find them takes longer than all else here
+                norms = [found.norm for found in find_norms(lens)[0]]
+            if stream.serves(norms):
                 streams.append(stream)
                 known = {**known, **stream.values}
     return streams
@@ -161,17 +166,24 @@ class Stream:
         except Exception:  # a view that exists in the other layout alone
             return None
 
-    def serves(self, lens: Lens, norms: Iterable[Norm]) -> bool:
-        """Whether norms read rows now that did not, or a convolution lays the stream out, no norm reads what
-        it did not before, and fewer bytes are moved. Fills in `norms` and `patches`."""
+    def may_serve(self, lens: Lens) -> bool:
+        """Whether a norm may read what lay across, or a convolution lays the stream out. Fills in
+        `patches`."""
+        self.patches = patches_of(lens, self.source, self.values[self.source])
+        return self.patches is not None or any(
+            kind(reader) in _SUMS | _POINTWISE for value in self.values
+            if any(map(_is_across, tensors_of(self.was(value)))) for reader in value.users)
+
+    def serves(self, norms: Collection[Norm]) -> bool:
+        """Whether there are norms, and some read rows now that did not, or a convolution lays the stream out;
+        no norm reads what it did not before; and fewer bytes are moved. Fills in `norms`."""
         for norm in norms:
             if norm.value in self.values:
                 if not same(self.now(norm.value).stride(_lane(norm)), 1):
                     return False
                 if not same(self.was(norm.value).stride(_lane(norm)), 1):
                     self.norms.append(norm)
-        self.patches = patches_of(lens, self.source, self.values[self.source])
-        return (bool(self.norms) or self.patches is not None) and self.gain() > 0
+        return (bool(self.norms) or (self.patches is not None and bool(norms))) and self.gain() > 0
 
     def gain(self) -> int:
         """Bytes that need not be moved with the copy, less those that it moves, at the sizes seen at compile
