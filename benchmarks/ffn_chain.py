@@ -8,12 +8,12 @@ Contenders: eager, torch.compile (default, and mode="max-autotune-no-cudagraphs"
 8192; linear layers have biases.
 
 Device time (`graph`): each contender is captured in a CUDA graph, one call for each set of weights; the
-sets together exceed the L2 cache several times, as the layers of a model do. Contenders take turns; the
-figure is the median over the rounds. Plain time: calls one after another from Python, on one set, the
-outer Dynamo call included. Error: against float64 on up to 64 rows, in units of what the project allows
-(twice eager's own largest error, plus one ulp): 1 or less is within the bound. Memory: the peak above
-what is held before the call, in a forward without gradients and in one with backward. Prints figures,
-asserts no time.
+sets together exceed the L2 cache several times, as the layers of a model do. Contenders take turns, in a
+random order; a time is the median over the rounds, "best/ours" the median of what each round says. Plain
+time: calls one after another from Python, on one set, the outer Dynamo call included. Error: against
+float64 on up to 64 rows, in units of what the project allows (twice eager's own largest error, plus one ulp):
+1 or less is within the bound. Memory: the peak above what is held before the call, in a forward without
+gradients and in one with backward. Prints figures, asserts no time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from functools import partial
 
 import torch
 from bound import share_of_bound
-from timing import device_times, machine, plain_time, sets_needed
+from timing import device_times, machine, paired, plain_times, sets_needed
 from torch import nn
 
 BF16 = torch.bfloat16
@@ -141,18 +141,20 @@ def measure(hidden: int, tokens: int, args) -> dict:
     error = share_of_bound(*(results[name].view(-1, hidden)[rows] for name in ("ours", "eager")), exact)
     del results, exact
     times = device_times(calls, sets, args.rounds)
-    plain = {name: plain_time(run, sets[0], calls=50 if tokens <= 128 else 5) for name, run in calls.items()}
+    plain = plain_times(calls, sets[0], count=50 if tokens <= 128 else 5, rounds=7)
     del sets, calls
     torch.cuda.empty_cache()
-    return {"hidden": hidden, "tokens": tokens, "activation": args.activation, "ways": ways, "error": error,
-            "first_call_s": compile_s, "graph_us": {n: statistics.median(t) for n, t in times.items()},
-            "spread_us": {n: [min(t), max(t)] for n, t in times.items()}, "plain_us": plain}
+    found = {"hidden": hidden, "tokens": tokens, "activation": args.activation, "ways": ways, "error": error,
+             "first_call_s": compile_s, "spread_us": {n: [min(t), max(t)] for n, t in times.items()}}
+    for kind, measured in (("graph", times), ("plain", plain)):
+        found[f"{kind}_us"] = {n: statistics.median(t) for n, t in measured.items()}
+        found[f"{kind}_over_ours"] = paired(measured, "ours")
+    return found
 
 
 def gain(row: dict, kind: str) -> float:
-    """Time of the best of the others over ours."""
-    times = row[kind]
-    return min(us for name, us in times.items() if name != "ours") / times["ours"]
+    """Time of the best of the others over ours, round by round."""
+    return min(row[f"{kind}_over_ours"].values())
 
 
 def show(cells: list[dict], title: str) -> None:
@@ -167,14 +169,15 @@ def show(cells: list[dict], title: str) -> None:
         table.add_column(name, justify="right")
     for row in cells:
         words = []
-        for kind in ("graph_us", "plain_us"):
-            words += [f"{row[kind][n]:.1f}" if n in row[kind] else "" for n in names]
+        for kind in ("graph", "plain"):
+            us = row[f"{kind}_us"]
+            words += [f"{us[n]:.1f}" if n in us else "" for n in names]
             words.append(f"{gain(row, kind):.2f}")
         table.add_row(str(row["hidden"]), str(row["tokens"]), *words, f"{row['error']:.2f}")
     Console(width=150).print(table)
     for row in cells:
         print(f"hidden {row['hidden']}, {row['tokens']} tokens: {'; '.join(row['ways'])}")
-    for kind in ("graph_us", "plain_us"):
+    for kind in ("graph", "plain"):
         few = [gain(row, kind) for row in cells if row["tokens"] <= 128]
         line = f"{kind}: lowest best/ours {min(gain(row, kind) for row in cells):.2f}"
         if few:

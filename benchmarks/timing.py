@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,35 +27,56 @@ def capture(call: Callable, sets: Sequence[Sequence]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def device_times(calls: Mapping[str, Callable], sets: Sequence[Sequence],
-                 rounds: int) -> dict[str, list[float]]:
-    """us a call on the device, per contender and round; contenders take turns."""
-    graphs = {name: capture(call, sets) for name, call in calls.items()}
+def device_times(calls: Mapping[str, Callable], sets: Sequence[Sequence], rounds: int,
+                 own_sets: Mapping[str, Sequence[Sequence]] | None = None) -> dict[str, list[float]]:
+    """us a call on the device, per contender and round; contenders take turns (`by_turns`), each once untimed
+    before it is timed. `own_sets`: of contenders that take other arguments, as many sets."""
+    own_sets = own_sets or {}
+    graphs = {name: capture(call, own_sets.get(name, sets)) for name, call in calls.items()}
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    times: dict[str, list[float]] = {name: [] for name in calls}
+
+    def timed(graph: torch.cuda.CUDAGraph) -> float:
+        graph.replay()
+        events[0].record()
+        graph.replay()
+        events[1].record()
+        events[1].synchronize()
+        return events[0].elapsed_time(events[1]) * 1e3 / len(sets)
+
+    return by_turns({name: lambda graph=graph: timed(graph) for name, graph in graphs.items()}, rounds)
+
+
+def by_turns(timers: Mapping[str, Callable[[], float]], rounds: int, seed: int = 0) -> dict[str, list[float]]:
+    """What each timer says, per round. What ran before a contender shows in its time (clock rate, caches), so
+    every round has an order of its own, drawn at random."""
+    draw = random.Random(seed)
+    times: dict[str, list[float]] = {name: [] for name in timers}
     for _ in range(rounds):
-        for name, graph in graphs.items():
-            graph.replay()
-            events[0].record()
-            graph.replay()
-            events[1].record()
-            events[1].synchronize()
-            times[name].append(events[0].elapsed_time(events[1]) * 1e3 / len(sets))
+        for name in draw.sample(list(timers), len(timers)):
+            times[name].append(timers[name]())
     return times
 
 
-def plain_time(call: Callable, buffers: Sequence, calls: int = 100, rounds: int = 5,
-               of: Callable = statistics.median) -> float:
-    """us a call, called from Python one after another: `of` the times of `rounds`."""
-    times = []
-    for _ in range(rounds):
+def paired(times: Mapping[str, Sequence[float]], name: str) -> dict[str, float]:
+    """Of every other contender, its time over that of `name`: the median of what the rounds say. What the
+    device does over many rounds, all contenders of one round share, so this repeats where the ratio of two
+    medians does not."""
+    return {other: statistics.median(a / b for a, b in zip(found, times[name], strict=True))
+            for other, found in times.items() if other != name}
+
+
+def plain_times(calls: Mapping[str, Callable], buffers: Sequence, count: int = 100,
+                rounds: int = 5) -> dict[str, list[float]]:
+    """us a call, called from Python one after another, per contender and round; contenders take turns."""
+    def timed(call: Callable) -> float:
         torch.cuda.synchronize()
         started = time.perf_counter()
-        for _ in range(calls):
+        for _ in range(count):
             call(*buffers)
         torch.cuda.synchronize()
-        times.append((time.perf_counter() - started) / calls * 1e6)
-    return of(times)
+        return (time.perf_counter() - started) / count * 1e6
+
+    return by_turns({name: lambda call=call: timed(call) for name, call in calls.items()}, rounds)
 
 
 def sets_needed(bytes_of_one: int, most: int = 96) -> int:
