@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import networkx as nx
+import torch
 from torch.fx import Node
 
 from ..cat_site import CatNode, build
@@ -95,7 +96,7 @@ def _into_cats(lens: Lens, site, cats: dict[Node, CatNode]) -> Site | None:
             node = users[0]
         cat = cats[node].node
         if set(node.users) != {cat} or lens.segment[cat] != lens.segment[site.anchor] or \
-                lens.tensor(node).shape[-1] != site.region.lane:
+                not _has_lane_last(lens.tensor(node), lens.tensor(out), site.region.lane):
             return None
         ends.append(node)
     if not views:
@@ -106,6 +107,11 @@ def _into_cats(lens: Lens, site, cats: dict[Node, CatNode]) -> Site | None:
     except Decline:
         return None
     return replace(written, parts=site.parts)
+
+
+def _has_lane_last(part: torch.Tensor, out: torch.Tensor, lane: int) -> bool:
+    """Whether the last dim of `part`, a view of the result `out`, is the lane; another dim may be as long."""
+    return part.shape[-1] == lane and part.stride(-1) == out.stride(-1)
 
 
 def _leads_on(lens: Lens, site: Site, view: Node, node: Node) -> bool:

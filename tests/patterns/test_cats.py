@@ -195,3 +195,19 @@ def test_kernel_info_names_the_kernels(kernels):
         entries = kernel_info(Joint().bfloat16(), data(torch.bfloat16)).kernels
     # q and k of one projection are one launch
     assert sum(entry.launches for entry in entries if entry.name.startswith("aln_rms_norm")) == 2
+
+
+class Square(nn.Module):
+    """As many tokens as features, and a part that is transposed behind its norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(LANE)
+
+    def forward(self, x, y):
+        return torch.cat([self.norm(x).transpose(1, 2), y])
+
+
+def test_a_part_whose_last_dim_is_another_of_the_same_length():
+    report = check(Square(), torch.randn(2, LANE, LANE), torch.randn(3, LANE, LANE), fused=1)
+    assert NOTE not in report.sites[0].note
