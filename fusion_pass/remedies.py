@@ -11,10 +11,12 @@ REMEDIES = {
     "the normalised dim lies across memory, too long for so many operands": "channels_last memory",
     "no kernel walks these tensors": "`.contiguous()` above",
     "the normalised dims are not one run of memory": "a contiguous slice",
-    "the normalised size is symbolic": "`torch._dynamo.mark_static(x, -1)`, or weights of a fixed size",
+    "the normalised size is symbolic":
+        "`torch._dynamo.mark_static(x, x.ndim - 1)`, or weights of a fixed size",
     "weight or bias is not of the normalised shape": "multiply after the norm: that fuses",
-    "weight and input have different dtypes, which eager may refuse": "cast either",
+    "weight and input have different dtypes, which eager may refuse": "`weight.to(x.dtype)`, or the input cast",
     "the statistics are changed in place": "`variance + eps`",
+    "the variance is unbiased": "`unbiased=False` (`correction=0`), if the mean over D is meant",
     "eps is added to the length of the vector, which is not clamped to it":
         "`x / x.norm(dim=-1, keepdim=True).clamp_min(eps)`, if eps may act otherwise",
     "the length of the vector is scaled before the value is divided by it":
@@ -27,7 +29,7 @@ REMEDIES = {
     "a value inside gives its dtype to a cast outside": "`y.to(dtype)`",
     "inside the one call that nn.TransformerEncoderLayer makes in inference":
         "`torch.backends.mha.set_fastpath_enabled(False)`",
-    "inside a higher-order op (checkpoint, cond, ...)": "compile without checkpointing for inference",
+    "inside a higher-order op (checkpoint, cond, ...)": "compile without checkpointing",
     "an operand is written in place, and backward needs what it was": "`x = x + y` instead of `x += y`",
     "left to the inner compiler, which is as fast without it, or faster": '`inner_choice="fuse"`',
     "left to the inner compiler: which is faster was not measured":

@@ -316,6 +316,8 @@ def _ratio(before: int | None, after: int | None) -> str:
         return ""
     if before == after:
         return "the same"
+    if 0.95 < before / after < 1.05:
+        return "about the same"
     return f"{before / after:.1f}x less" if before > after else f"{after / before:.1f}x more"
 
 

@@ -9,8 +9,10 @@ from checks import check
 from torch import nn
 from torch.nn import functional as F
 
+from ascend_ln_fuse import last_reports
 from ascend_ln_fuse.across import MAX_ACROSS
 from ascend_ln_fuse.loading import Example
+from ascend_ln_fuse.remedies import remedy
 from ascend_ln_fuse.trace import trace
 
 #: features of the tests' norms
@@ -193,3 +195,20 @@ def test_where_all_is_well_nothing_is_said():
     assert (site.chain, site.note) == ("linear", "")
     for site in check(Of(no_product), IMAGE, fused=2).sites:
         assert (site.chain, site.note) == ("", "")
+
+
+def test_a_size_is_marked_static_as_the_remedy_says():
+    reason = "the normalised size is symbolic"
+    assert "mark_static(x, x.ndim - 1)" in remedy(reason)
+
+    def norm(x):
+        return F.rms_norm(x, x.shape[-1:])
+
+    for marked in (False, True):
+        torch._dynamo.reset()
+        x = torch.randn(2, 16, 64)
+        if marked:
+            torch._dynamo.mark_static(x, x.ndim - 1)
+        torch.compile(norm, backend="ascend_ln_fuse", dynamic=True, options={"report": "off"})(x)
+        site = last_reports()[-1].sites[0]
+        assert site.status == "fused" if marked else site.reason.startswith(reason)
