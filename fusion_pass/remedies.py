@@ -14,7 +14,8 @@ REMEDIES = {
     "the normalised size is symbolic":
         "`torch._dynamo.mark_static(x, x.ndim - 1)`, or weights of a fixed size",
     "weight or bias is not of the normalised shape": "multiply after the norm: that fuses",
-    "weight and input have different dtypes, which eager may refuse": "`weight.to(x.dtype)`, or the input cast",
+    "weight and input have different dtypes, which eager may refuse":
+        "`weight.to(x.dtype)`, or the input cast",
     "the statistics are changed in place": "`variance + eps`",
     "the variance is unbiased": "`unbiased=False` (`correction=0`), if the mean over D is meant",
     "eps is added to the length of the vector, which is not clamped to it":
