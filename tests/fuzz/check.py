@@ -56,9 +56,10 @@ class Call(NamedTuple):
     batch: int = BATCH
     name: str = ""
 
-    def memory(self, memory: list[torch.Tensor]) -> list[torch.Tensor]:
-        """What the call gets in the place of fresh memory."""
-        return eval(CALLS[self.name], {"torch": torch, "memory": memory}) if self.name else memory
+    def memory(self, memory: list[torch.Tensor], kinds: list[torch.dtype]) -> list[torch.Tensor]:
+        """What the call gets in the place of fresh memory, of these dtypes in the program."""
+        given = {"torch": torch, "memory": memory, "kinds": kinds}
+        return eval(CALLS[self.name], given) if self.name else memory
 
 
 @dataclass(frozen=True)
@@ -280,6 +281,7 @@ class _Session:
         with torch.random.fork_rng(devices=[]), ExitStack() as modes:
             torch.manual_seed(seed)
             leaves = scope["bases"](call.batch)
+            kinds = [b.dtype for b in leaves]
             if wide or noise:
                 torch.manual_seed(noise)
                 wider = [b.double() * (1 + bool(noise) * max(program.step, torch.finfo(b.dtype).eps)
@@ -290,7 +292,7 @@ class _Session:
             if program.grad == "training":
                 leaves = [b.requires_grad_() for b in leaves]
                 memory = [b * 1 for b in leaves]  # a leaf cannot be written in place
-            memory = call.memory(memory)
+            memory = call.memory(memory, kinds)
             modes.enter_context(torch.set_grad_enabled(program.grad != "no_grad"))
             if program.autocast:
                 modes.enter_context(eval(CONTEXTS["autocast"], scope))
