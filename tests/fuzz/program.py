@@ -23,14 +23,14 @@ CONTEXTS = {
 }
 
 #: A further call of what was compiled, by name -> the memory that it gets, as source, of fresh `memory`.
-#: ("elsewhere" is another place modulo 16 bytes; "one memory": arguments of one shape and dtype are one, `kinds`
-#: being their dtypes, also where all are float64 for once.)
+#: ("elsewhere" is another place modulo 16 bytes; "one memory": arguments of one shape and dtype are one.
+#: `kinds` are their dtypes, also where all are float64 for once.)
 CALLS = {
     "again": "memory",
     "elsewhere": "[torch.cat((b.new_zeros(1), b.reshape(-1)))[1:].view(b.shape) for b in memory]",
     "other strides": "[b.transpose(0, -1).contiguous().transpose(0, -1) for b in memory]",
-    "one memory": "[next(a.view_as(a) for a, of_a in zip(memory, kinds) if (a.shape, of_a) == (b.shape, of_b))"
-                  " for b, of_b in zip(memory, kinds)]",
+    "one memory": "[next(a.view_as(a) for a, kind in zip(memory, kinds)"
+                  " if (a.shape, kind) == (b.shape, wanted)) for b, wanted in zip(memory, kinds)]",
     "written between": "memory",
     "requires grad": "[b.requires_grad_() * 1 for b in memory]",
     "other grad mode": "memory",
