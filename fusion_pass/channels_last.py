@@ -14,11 +14,10 @@ from itertools import pairwise
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
-from .effects import value_of
-from .graph import Lens, hint, on_fakes, quietly, same, same_shape, static_size
-from .kinds import LAYOUTLESS, REGROUPING_VIEWS, STRIDE_FREE_VIEWS, base_name, kind
+from .effects import give_value, value_of
+from .graph import Lens, again_on_fakes, hint, quietly, same, same_shape, static_size
+from .kinds import REGROUPING_VIEWS, STRIDE_FREE_VIEWS, base_name, ignores_layout, kind
 
 #: rank of the input -> memory format
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -52,7 +51,7 @@ class Patches:
         copy.meta = dict(env[self.input].meta)
         convolution.replace_input_with(env[self.input], copy)
         for node, value in ((copy, self.given), *((env[n], v) for n, v in self.values.items())):
-            node.meta["example_value" if "example_value" in node.meta else "val"] = value
+            give_value(node, value)
 
 
 def patches_of(lens: Lens, source: Node, wanted: torch.Tensor) -> Patches | None:
@@ -63,15 +62,21 @@ def patches_of(lens: Lens, source: Node, wanted: torch.Tensor) -> Patches | None
         path.append(path[-1].args[0])
     convolution, views = path[-1], path[-2::-1]
     given = _input(lens, convolution)
-    if given is None or any(_readers(node) != [below] for below, node in pairwise(path)):
+    if given is None or any([user for user in node.users if not ignores_layout(user)] != [below]
+                            for below, node in pairwise(path)):
         return None
     fake = lens.tensor(given)
     values: dict[Node, torch.Tensor] = {}
+
+    def now(node: Node):
+        return laid if node is given else values[node] if node in values else value_of(node)
+
     try:
-        with quietly(fake), torch.no_grad():
-            laid = fake.contiguous(memory_format=FORMATS[fake.dim()])
-        for node in (convolution, *views):
-            values[node] = _run(node, {given: laid, **values}, fake)
+        with torch.no_grad():
+            with quietly(fake):
+                laid = fake.contiguous(memory_format=FORMATS[fake.dim()])
+            for node in (convolution, *views):
+                values[node] = again_on_fakes(node, now, fake)
     except Exception:  # a convolution or a view that does not exist so
         return None
     found = values[source]
@@ -80,12 +85,6 @@ def patches_of(lens: Lens, source: Node, wanted: torch.Tensor) -> Patches | None
             not same(found.storage_offset(), 0):
         return None
     return Patches(given, laid, values)
-
-
-def _readers(node: Node) -> list[Node]:
-    """Who reads more of `node` than its shape."""
-    return [user for user in node.users
-            if not (user.op == "call_method" and user.target in LAYOUTLESS)]
 
 
 def _input(lens: Lens, convolution: Node) -> Node | None:
@@ -104,13 +103,3 @@ def _input(lens: Lens, convolution: Node) -> Node | None:
         return None
     # Where the copy would be larger than the result, nothing is gained.
     return given if hint(fake.numel()) < hint(made.numel()) else None
-
-
-def _run(node: Node, values: Mapping[Node, object], like: torch.Tensor):
-    """What `node` yields of fakes with these values."""
-    def now(arg: Node):
-        return values[arg] if arg in values else value_of(arg)
-
-    args, kwargs = map_arg((node.args, dict(node.kwargs)), now)
-    with torch.no_grad():
-        return on_fakes(node, args, kwargs, like)

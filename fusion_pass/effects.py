@@ -56,6 +56,11 @@ def value_of(node: Node):
     return meta["example_value"] if "example_value" in meta else meta.get("val")
 
 
+def give_value(node: Node, value) -> None:
+    """Have `node` carry another one."""
+    node.meta["example_value" if "example_value" in node.meta else "val"] = value
+
+
 def tensors_of(value) -> Iterator[torch.Tensor]:
     """The tensors in `value`, through tuples and lists."""
     if isinstance(value, torch.Tensor):

@@ -18,6 +18,7 @@ from functools import wraps
 import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.node import map_arg
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .effects import (
@@ -111,6 +112,12 @@ def on_fakes(node: Node, args, kwargs, like: torch.Tensor):
     """`call` of fakes in the mode of `like`; no guard is kept of it."""
     with quietly(like):
         return call(node, args, kwargs)
+
+
+def again_on_fakes(node: Node, look: Callable[[Node], object], like: torch.Tensor):
+    """What `node` yields where its arguments yield what `look` says of them (`on_fakes`)."""
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), look)
+    return on_fakes(node, args, kwargs, like)
 
 
 def _fact(read: Callable) -> Callable:

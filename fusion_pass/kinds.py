@@ -54,7 +54,7 @@ _SAME = (
 KINDS.update((name, name) for name in _SAME)
 
 #: Methods that look at shape, dtype and device alone.
-LAYOUTLESS = frozenset("size dim ndimension numel __len__ new_empty new_full new_ones new_zeros".split())
+_LAYOUTLESS = frozenset("size dim ndimension numel __len__ new_empty new_full new_ones new_zeros".split())
 
 #: Views that mean the same on any strides: replayed on another tensor of the same shape, they are
 #: valid and select the same elements.
@@ -106,6 +106,11 @@ def base_name(node: Node) -> str | None:
     if node.target is getattr and node.args[1:] == ("mT",):
         return "mT"
     return _function_name(node.target)
+
+
+def ignores_layout(node: Node) -> bool:
+    """Whether `node` is a method that never looks at where a tensor's elements are."""
+    return node.op == "call_method" and node.target in _LAYOUTLESS
 
 
 def kind(node: Node) -> str | None:

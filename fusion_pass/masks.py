@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, Node
 
 from .effects import effects_of, is_attention_without_dropout, value_of
-from .graph import Lens, call, on_fakes
+from .graph import Lens, again_on_fakes, call, on_fakes
 from .kinds import STRIDE_FREE_VIEWS, base_name, kind
 from .rewrite import copy_graph, erase_unread
 
@@ -218,9 +218,7 @@ def _settles(lens: Lens, node: Node, fake: torch.Tensor) -> bool:
         if others or reader.op not in ("call_function", "call_method") or effects_of(reader).writes:
             return False
         try:
-            args, kwargs = torch.fx.node.map_arg((reader.args, dict(reader.kwargs)),
-                                                 lambda arg: fake if arg is node else value_of(arg))  # noqa: B023
-            fake = on_fakes(reader, args, kwargs, fake)
+            fake = again_on_fakes(reader, lambda arg: fake if arg is node else value_of(arg), fake)  # noqa: B023
         except Exception:
             return False
         if not isinstance(fake, torch.Tensor) or lens.tensor(reader) is None:

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_map_only
 
-from .effects import WORLD, effects_of, storage_key, storages_of, tensors_of, value_of
+from .effects import WORLD, effects_of, give_value, storage_key, storages_of, tensors_of, value_of
 from .graph import Lens, quietly, same, same_shape
 from .kinds import kind
 from .lifetimes import Lifetimes
@@ -160,9 +160,7 @@ def _replace(graph: Graph, found: Mapping[Node, Node], env: dict[Node, Node]) ->
             left_out.append(env[node])
             env[node] = source
         elif not bases.keys().isdisjoint(storages_of(node)):
-            meta = env[node].meta
-            name = "example_value" if "example_value" in meta else "val"
-            meta[name] = tree_map_only(torch.Tensor, moved, meta[name])
+            give_value(env[node], tree_map_only(torch.Tensor, moved, value_of(env[node])))
     return left_out
 
 

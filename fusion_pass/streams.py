@@ -22,14 +22,13 @@ from heapq import heappop, heappush
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
 from .across import walks
 from .channels_last import CONVOLUTIONS, Patches, patches_of
-from .effects import effects_of, is_idle_dropout, storages, tensors_of, value_of
-from .graph import Lens, hint, on_fakes, quietly, same, same_shape, tensor_bytes
+from .effects import effects_of, give_value, is_idle_dropout, storages, tensors_of, value_of
+from .graph import Lens, again_on_fakes, hint, quietly, same, same_shape, tensor_bytes
 from .kernels.pointwise import POINTWISE
-from .kinds import LAYOUTLESS, REGROUPING_VIEWS, STRIDE_FREE_VIEWS, base_name, kind
+from .kinds import REGROUPING_VIEWS, STRIDE_FREE_VIEWS, base_name, ignores_layout, kind
 from .lifetimes import Lifetimes
 from .patterns import find_norms
 from .rewrite import copy_graph
@@ -139,7 +138,7 @@ class Stream:
         go_on(self.source)
         while waiting:
             node = lens.nodes[heappop(waiting)]
-            if _ignores_layout(node):
+            if ignores_layout(node):
                 continue
             if not _is_indifferent(lens, node):
                 return False
@@ -159,10 +158,9 @@ class Stream:
 
     def _run(self, node: Node):
         """What `node` yields of what its arguments yield with the copy; None where it fails."""
-        args, kwargs = map_arg((node.args, dict(node.kwargs)), self.now)
         try:
             with torch.no_grad():
-                return on_fakes(node, args, kwargs, self.values[self.source])
+                return again_on_fakes(node, self.now, self.values[self.source])
         except Exception:  # a view that exists in the other layout alone
             return None
 
@@ -244,11 +242,6 @@ def _is_plain(value) -> bool:
     """Whether the values of fakes are what lies in their memory, and no gradient of them is recorded."""
     return all(isinstance(fake, FakeTensor) and not (fake.is_conj() or fake.is_neg() or fake.requires_grad)
                for fake in tensors_of(value))
-
-
-def _ignores_layout(node: Node) -> bool:
-    """Whether `node` is a method that never looks at where a tensor's elements are."""
-    return node.op == "call_method" and node.target in LAYOUTLESS
 
 
 def _is_indifferent(lens: Lens, node: Node) -> bool:
@@ -345,5 +338,4 @@ def _lay_out(graph: Graph, stream: Stream, env: Mapping[Node, Node]) -> None:
         first.meta = dict(source.meta)
         source.replace_all_uses_with(first, delete_user_cb=lambda reader: reader is not first)
     for node, value in stream.values.items():
-        meta = first.meta if node is stream.source else env[node].meta
-        meta["example_value" if "example_value" in meta else "val"] = value
+        give_value(first if node is stream.source else env[node], value)
