@@ -168,7 +168,7 @@ class Bench:
         integers, grid = launch_facts(self.walk, tile.rows, target)
 
         def launch(inputs, outputs):
-            kernel[(grid,)](*inputs, *outputs, *integers, 1e-5, num_warps=tile.num_warps)
+            kernel[grid](*inputs, *outputs, *integers, 1e-5, num_warps=tile.num_warps)
 
         for out in self.outputs[0]:
             out.fill_(float("nan"))

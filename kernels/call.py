@@ -60,7 +60,7 @@ class Call:
         if 0 in walk.space:
             return
         for tile in ladder(self.region, walk.structure, walk.sizes, target):
-            integers, grid = launch_facts(walk, tile.rows, target)
+            integers, (grid, *_) = launch_facts(walk, tile.rows, target)
             yield Offline(generate(self.region, walk.structure, tile, target), grid, walk, integers,
                           self.region)
 

@@ -86,6 +86,10 @@ class Generator:
         self.traits = analyse(region, structure, tile.rows)
         #: Loads say what they leave in a GPU's caches.
         self.hints = False
+        #: What is read where the source stands is read again later.
+        self.comes_back = False
+        #: Norms whose statistics stand in scope.
+        self.known: set[str] = set()
         half = all(out.dtype in ("bf16", "f16") for out in region.outputs)
         self.arithmetic = Arithmetic(target, self.compute, half, self.lane)
         #: inputs of which all heads of the lane read the same elements
@@ -109,22 +113,21 @@ class Generator:
             self.put("FIRST = tl.program_id(0) * PER")
             self.put("for TILE in range(FIRST, tl.minimum(FIRST + PER, TILES)):")
             self.indent += 1
-        else:
+        elif not self.structure.axes:
             self.put("TILE = tl.program_id(0)")
         self._decode()
-        self.storing = self.in_memory
+        self.storing = self.in_memory and not self.tile.reads_again
         self._section([x for x in self._names() if self._level(x) != "column"])
-        if self.in_memory:
-            self._stores()
-        else:
+        if not self.storing:
             for norms in self._generations(body):
                 self._statistics(norms)
             self.put("")
             self.put("# Normalise and store.")
-            self._columns()
+            if not self.in_memory:
+                self._columns()
             self.storing = True
             self._section(self._names(self.needed))
-            self._stores()
+        self._stores()
         return self._finish(params)
 
     def _params(self) -> tuple[tuple[str, str], ...]:
@@ -191,8 +194,16 @@ class Generator:
         if grain > 1:
             self.put(f"SIZE = {size} * {grain}")
             size = "SIZE"
+        apart = self.structure.axes and not self.target.persistent
         rest = "TILE"
         for d in reversed(range(dims)):
+            axis = dims - 1 - d
+            if apart and axis < 2:
+                # A division by a number that is known at run time costs a small kernel 4% (gated add ->
+                # LayerNorm -> modulate at D 1024, 1 MB: 3.40 us, and 3.26 so).
+                self.put(f"I_{d} = tl.program_id({axis})")
+                rest = "tl.program_id(2)"
+                continue
             if d == 0:
                 self.put(f"I_0 = {rest}")
                 break
@@ -230,6 +241,8 @@ class Generator:
         """Where a value is made: once a program, once a tile, or in each column pass."""
         value = self.traits[name]
         if value.lane and not self.in_memory:
+            return "column"
+        if self.tile.reads_again and (value.rows or value.lane) and not value.program:
             return "column"
         return "program" if value.program else "tile"
 
@@ -321,7 +334,9 @@ class Generator:
             return ""
         if not self._streams(name):
             return 'eviction_policy="evict_last"'
-        return 'cache_modifier=".cg"' if self.in_memory else ""
+        if self.in_memory and not self.tile.reads_again:
+            return 'cache_modifier=".cg"'
+        return f'eviction_policy="{"evict_last" if self.comes_back else "evict_first"}"'
 
     def _stores(self, name: str | None = None) -> None:
         """Writes the outputs that are not written yet; only those of one value, if `name` is given."""
@@ -403,38 +418,43 @@ class Generator:
         return line.dtype == self.compute
 
     def _norm(self, line: Line) -> str:
-        """The normalised value as an expression. In memory, its statistics are computed here; in
-        column passes they stand in `MEAN_`, `SHIFT_`, `RSTD_` and `NORM_` variables already."""
+        """The normalised value as an expression of its operand and of `MEAN_`, `SHIFT_`, `RSTD_` and `NORM_`
+        variables, which are made here unless they stand in scope already."""
         name, x = line.name, self._value(line.args[0])
-        eps = self._word(line.args[-1])
+        self._word(line.args[-1])
         self.put(f"# {line}")
-        if line.op != "layer_norm":
-            if self.in_memory:
-                kept = x.var if x.zero else self._inside(x.var)
-                self.put(f"SQUARES_{name} = {self._sum(self._square(kept, name))}")
-                self._scale(line)
-            text = self.arithmetic.quotient(x.var, f"NORM_{name}") if line.op == "normalize" else \
-                f"{x.var} * RSTD_{name}"
-        else:
-            if self.in_memory:
-                kept = x.var if x.zero else self._inside(x.var)
-                self.put(f"MEAN_{name} = {self.arithmetic.mean(self._sum(kept))}")
-                self.put(f"C_{name} = {self._inside(f'{x.var} - MEAN_{name}')}")
-                if self._corrects(line):
-                    # The mean was rounded: what it missed is the mean of the centred values.
-                    self.put(f"SHIFT_{name} = {self._sum(f'C_{name}')} * {self.arithmetic.share}")
-                    self.put(f"C_{name} = {self._inside(f'C_{name} - SHIFT_{name}')}")
-                self.put(f"SQUARES_{name} = {self._sum(f'C_{name} * C_{name}')}")
-                self._rstd(name, f"SQUARES_{name} * {self.arithmetic.share} + {eps}")
-            else:
-                self.put(f"C_{name} = {x.var} - MEAN_{name}")
-                if self._corrects(line):
-                    self.put(f"C_{name} = C_{name} - SHIFT_{name}")
-            text = f"C_{name} * RSTD_{name}"
+        centred = line.op == "layer_norm"
+        if name not in self.known:
+            self._reduce(line)
+        elif centred:
+            self.put(f"C_{name} = {x.var} - MEAN_{name}")
+            if self._corrects(line):
+                self.put(f"C_{name} = C_{name} - SHIFT_{name}")
+        text = f"C_{name} * RSTD_{name}" if centred else f"{x.var} * RSTD_{name}"
+        if line.op == "normalize":
+            text = self.arithmetic.quotient(x.var, f"NORM_{name}")
         for sign, arg in zip("*+", line.args[1:-1]):
             if arg is not None:
                 text = f"{text} {sign} {self._word(arg)}"
         return text
+
+    def _reduce(self, line: Line) -> None:
+        """The statistics of a norm whose whole rows are in memory; for one that centres, `C_` as well."""
+        name, x = line.name, self._value(line.args[0])
+        self.known.add(name)
+        kept = x.var if x.zero else self._inside(x.var)
+        if line.op != "layer_norm":
+            self.put(f"SQUARES_{name} = {self._sum(self._square(kept, name))}")
+            self._scale(line)
+            return
+        self.put(f"MEAN_{name} = {self.arithmetic.mean(self._sum(kept))}")
+        self.put(f"C_{name} = {self._inside(f'{x.var} - MEAN_{name}')}")
+        if self._corrects(line):
+            # The mean was rounded: what it missed is the mean of the centred values.
+            self.put(f"SHIFT_{name} = {self._sum(f'C_{name}')} * {self.arithmetic.share}")
+            self.put(f"C_{name} = {self._inside(f'C_{name} - SHIFT_{name}')}")
+        self.put(f"SQUARES_{name} = {self._sum(f'C_{name} * C_{name}')}")
+        self._rstd(name, f"SQUARES_{name} * {self.arithmetic.share} + {self._word(line.args[-1])}")
 
     def _square(self, text: str, name: str) -> str:
         if text.isidentifier():
@@ -474,6 +494,10 @@ class Generator:
         return [groups[k] for k in sorted(groups)]
 
     def _statistics(self, norms: list[Line]) -> None:
+        if self.in_memory:
+            self._read_once(norms)
+            return
+        self.known.update(line.name for line in norms)
         centred = [line for line in norms if line.op == "layer_norm"]
         self._pass(norms, "First pass: sums.", "SUM")
         for line in norms:
@@ -495,16 +519,32 @@ class Generator:
                 variance = f"tl.maximum(VAR_{name}, 0.0, propagate_nan=tl.PropagateNan.ALL)"
             self._rstd(name, f"{variance} + {self._word(line.args[-1])}")
 
+    def _read_once(self, norms: list[Line]) -> None:
+        """The statistics of whole rows, which are read again after that."""
+        self.put("")
+        self.put("# Statistics.")
+        outside = dict(self.values)
+        self.comes_back = True
+        self._section(self._names(ancestors(self.region, [x.args[0] for x in norms])))
+        for line in norms:
+            self._reduce(line)
+        self.comes_back = False
+        self.values = outside
+
     def _pass(self, norms: list[Line], title: str, kind: str) -> None:
         """One loop over the columns that accumulates row sums for `norms`."""
         self.put("")
         self.put(f"# {title}")
         totals = {line.name: self._totals(line, kind) for line in norms}
+        # Threads of a GPU add up columns of their own, and meet once.
+        apart = self.target.power_of_two and not self.structure.across
         for line in norms:
             rows = self.rows if self.traits[line.args[0]].rows else 1
             for total in totals[line.name]:
-                self.put(f"{total}_{line.name} = tl.full(({rows}, 1), 0.0, {self.tl_compute})")
+                self.put(f"{total}_{line.name} = tl.full(({rows}, {self.cols if apart else 1}), 0.0, "
+                         f"{self.tl_compute})")
         outside = dict(self.values)
+        self.comes_back = True
         self._columns()
         self._section(self._names(ancestors(self.region, [x.args[0] for x in norms])))
         for line in norms:
@@ -517,9 +557,14 @@ class Generator:
                 term = f"C_{name}"
             for total in totals[name]:
                 text = term if total == "SUM" else f"{term} * {term}"
-                self.put(f"{total}_{name} = {total}_{name} + {self._sum(text)}")
+                self.put(f"{total}_{name} = {total}_{name} + {text if apart else self._sum(text)}")
         self.values = outside
+        self.comes_back = False
         self.indent -= 1
+        if apart:
+            for name, found in totals.items():
+                for total in found:
+                    self.put(f"{total}_{name} = {self._sum(f'{total}_{name}')}")
 
     def _totals(self, line: Line, kind: str) -> tuple[str, ...]:
         """The sums that a pass takes for a norm."""

@@ -112,7 +112,7 @@ class Plan:
         ends = [number for numbers in bound.epilogues for number in numbers]
         rows = -(-bound.m // tile.rows)
         products = make(
-            generate(problem, tile, target, dependent), (rows * problem.starts(tile.cols)[-1], tile.split),
+            generate(problem, tile, target, dependent), (rows * problem.starts(tile.cols)[-1], tile.split, 1),
             [*bound.prologue, *bound.strides, *(ends if whole else ()), bound.m, rows],
             num_warps=tile.num_warps, num_stages=tile.num_stages, early=dependent and tile.overlap)
         if not whole:
@@ -120,7 +120,7 @@ class Plan:
             rows = -(-bound.m // block.rows)
             reduction = make(
                 generate_reduction(problem, tile.split, block, target, dependent),
-                (rows * problem.starts(block.cols)[-1], 1), [*ends, bound.m, rows],
+                (rows * problem.starts(block.cols)[-1], 1, 1), [*ends, bound.m, rows],
                 num_warps=block.num_warps, early=dependent)
         return ahead, products, reduction
 
@@ -129,7 +129,7 @@ class Plan:
         region, walk = self.segment.norm, self.walk
         tile = ladder(region, walk.structure, walk.sizes, self.target)[0]
         integers, grid = launch.launch_facts(walk, tile.rows, self.target)
-        return make(generate_ahead(region, walk.structure, tile, self.target, dependent), (grid, 1), integers,
+        return make(generate_ahead(region, walk.structure, tile, self.target, dependent), grid, integers,
                     num_warps=tile.num_warps)
 
     def __call__(self, tensors, pointers, scalars, outputs=None) -> tuple[torch.Tensor, ...]:
@@ -194,7 +194,7 @@ def _dependent(target: Target) -> bool:
 class _Interpreted:
     """A launch on CPU tensors, by Triton's interpreter."""
 
-    def __init__(self, device: torch.device, source: KernelSource, grid: tuple[int, int],
+    def __init__(self, device: torch.device, source: KernelSource, grid: tuple[int, int, int],
                  integers: Sequence[int], **options):
         self.source, self.grid, self.integers = source, grid, integers
 
@@ -211,7 +211,7 @@ class _Cuda:
     """A launch on a GPU, which must be the current device. The first goes through Triton, which loads the
     binary; later ones launch it directly, with raw addresses and the raw current stream."""
 
-    def __init__(self, device: torch.device, source: KernelSource, grid: tuple[int, int],
+    def __init__(self, device: torch.device, source: KernelSource, grid: tuple[int, int, int],
                  integers: Sequence[int], early: bool = False, **options):
         """`early`: start before the kernel in front has ended. `options` are Triton's."""
         self.source, self.grid, self.integers, self.index = source, grid, integers, device.index
@@ -228,7 +228,7 @@ class _Cuda:
     def __call__(self, tensors: Sequence[torch.Tensor], scalars: Sequence[float]) -> None:
         if self.launch is None:
             return self.first(tensors, scalars)
-        self.launch(*self.grid, 1, self.stream(self.index), self.function, self.metadata, None, None, None,
+        self.launch(*self.grid, self.stream(self.index), self.function, self.metadata, None, None, None,
                     *[x.data_ptr() for x in tensors], *self.integers, *scalars)
 
     def first(self, tensors, scalars) -> None:

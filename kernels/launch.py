@@ -325,7 +325,7 @@ class _Kernel(_Outputs):
         """Have Triton compile `source` without launching it."""
         integers, grid = launch_facts(self.walk, source.tile.rows, self.target)
         arguments = [*stand_ins, *integers, *self.numbers(scalars)]
-        warm_up(source, arguments, (grid,), options, self.on_device(), self.target.backend == "cuda")
+        warm_up(source, arguments, grid, options, self.on_device(), self.target.backend == "cuda")
 
     def on_device(self) -> contextlib.AbstractContextManager:
         """Inside, the plan's device is this thread's current one."""
@@ -350,7 +350,7 @@ class _Interpreted(_Kernel):
         from .targets.interpreter import run
 
         outputs = outputs or self.allocate()
-        run(_function(self.source), (self.grid,),
+        run(_function(self.source), self.grid,
             [*inputs, *outputs, *self.integers, *self.numbers(scalars)])
         return outputs
 
@@ -390,7 +390,7 @@ class _Cuda(_Kernel):
             return self.first(inputs, scalars, outputs)
         if self.exact_scalars:
             scalars = self.numbers(scalars)
-        launch(self.grid, 1, 1, self.stream(self.index), self.function, self.metadata,
+        launch(*self.grid, self.stream(self.index), self.function, self.metadata,
                None, None, None, *pointers, *[x.data_ptr() for x in outputs],
                *self.integers, *scalars)
         return outputs
@@ -403,7 +403,7 @@ class _Cuda(_Kernel):
     def first(self, inputs, scalars, outputs):
         arguments = [*inputs, *outputs, *self.integers, *self.numbers(scalars)]
         # Triton's cache again: with the binary it loads, and may first compile, a launcher for it.
-        compiled = with_safe_cache(lambda: _jit(self.source)[(self.grid,)](*arguments, **self.options))
+        compiled = with_safe_cache(lambda: _jit(self.source)[self.grid](*arguments, **self.options))
         self.function, self.metadata = compiled.function, compiled.packed_metadata
         self.launch = compiled.run
         return outputs
@@ -437,8 +437,8 @@ class _Npu(_Kernel):
         if self.launch is not None:
             self.launch(*arguments)
             return
-        compiled = with_safe_cache(lambda: _jit(self.source)[(self.grid,)](*arguments, **self.options))
-        self.launch = compiled[(self.grid, 1, 1)]
+        compiled = with_safe_cache(lambda: _jit(self.source)[self.grid](*arguments, **self.options))
+        self.launch = compiled[self.grid]
 
     def compile(self, stand_ins, scalars):
         """The first tile that fits the Unified Buffer; at last, the smallest once in memory, not twice."""
@@ -470,14 +470,14 @@ class _Npu(_Kernel):
 _PLANS = {"cuda": _Cuda, "npu": _Npu, "interpreter": _Interpreted}
 
 
-def launch_facts(walk: Layout, rows: int, target: Target) -> tuple[tuple[int, ...], int]:
+def launch_facts(walk: Layout, rows: int, target: Target) -> tuple[tuple[int, ...], tuple[int, int, int]]:
     """(integer arguments, grid) of a launch with tiles of `rows` rows."""
     integers, tiles = walk.arguments(rows), walk.tiles(rows)
     if not target.persistent:
-        return integers, tiles
+        return integers, walk.grid(rows)
     programs = min(target.cores, tiles)
     share = -(-tiles // programs)
-    return (*integers, share), -(-tiles // share)
+    return (*integers, share), (-(-tiles // share), 1, 1)
 
 
 @lru_cache(maxsize=1024)

@@ -34,6 +34,9 @@ MAX_ROWS = 1024
 
 INT32_MAX = 2**31 - 1
 
+#: Programs along the second and the third axis of a CUDA grid; along the first, 2^31 - 1.
+MAX_AXIS = 65535
+
 
 class Unsupported(Exception):
     """No kernel serves this region or layout; the message is the reason shown to the user."""
@@ -76,6 +79,7 @@ class Structure:
         wide: offsets from row to row of a tile may exceed 32 bits, so a tile must have one row.
         grain: power of two that divides the number of rows, which is passed in grains; 1 where no lane lies
             across. (A vector of rows is masked as a whole only where the compiler sees that.)
+        axes: a GPU's grid may have an axis for each of the last two dims, and one for all others.
     """
 
     dims: int
@@ -83,6 +87,7 @@ class Structure:
     operands: tuple[OperandStructure, ...]
     wide: bool
     grain: int = 1
+    axes: bool = False
 
     @property
     def across(self) -> bool:
@@ -99,7 +104,8 @@ class Structure:
 
         names = " ".join(word(x) for x in self.operands)
         rows = f"rows along dim {self.blocked}" + (f", in {self.grain}s" if self.grain > 1 else "")
-        return f"{self.dims} outer dims, {rows}; strides/unit {names}"
+        dims = f"{self.dims} outer dims" + ", an axis each" * self.axes
+        return f"{dims}, {rows}; strides/unit {names}"
 
 
 @dataclass(frozen=True)
@@ -133,6 +139,15 @@ class Layout:
             raise Unsupported(f"{count} tiles are more than a 32-bit index can count")
         return count
 
+    def grid(self, rows: int) -> tuple[int, int, int]:
+        """A GPU's grid of programs with a tile of `rows` rows each; Unsupported beyond 32 bits."""
+        count = self.tiles(rows)
+        if not self.structure.axes:
+            return count, 1, 1
+        counts = list(self.sizes)
+        counts[self.structure.blocked] = -(-self.rows // rows)
+        return counts[-1], counts[-2], prod(counts[:-2])
+
     def arguments(self, rows: int) -> tuple[int, ...]:
         """The kernel's integer arguments: strides in units where they are passed, lane strides where they
         are not 1, sizes, tile count."""
@@ -152,7 +167,7 @@ def layout(region: NormRegion, shapes: Sequence[Sequence[int]],
            out_strides: Sequence[Sequence[int]] | None = None) -> Layout:
     """The layout of a call of `region` on inputs of `shapes` and `strides` (in elements).
 
-    `units` False passes strides in elements (targets on which alignment decides nothing).
+    `units` False passes strides in elements (targets on which alignment decides nothing) and has no axes.
     `out_strides` are those of outputs that exist already; by default they are dense, as declared.
 
     Raises:
@@ -199,7 +214,8 @@ def layout(region: NormRegion, shapes: Sequence[Sequence[int]],
     # Where a lane lies across, its offsets take 64 bits (codegen).
     reach = max(column[blocked] for column in by_operand) * MAX_ROWS + region.lane
     grain = gcd(VECTOR_BYTES // 2, sizes[blocked]) if units and any(across) else 1
-    structure = Structure(len(sizes), blocked, tuple(operands), reach > INT32_MAX, grain)
+    axes = units and len(sizes) > 1 and max(sizes[-2], prod(sizes[:-2])) <= MAX_AXIS
+    structure = Structure(len(sizes), blocked, tuple(operands), reach > INT32_MAX, grain, axes)
     return Layout(space, sizes, by_operand, structure,
                   tuple(lane for lane, apart in zip(lanes, across) if apart))
 

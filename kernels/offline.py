@@ -72,5 +72,5 @@ def offline(region: NormRegion, shapes: Sequence[Sequence[int]], strides: Sequen
     kernel = generate(region, walk.structure, tile, target)
     if cores is not None:
         target = replace(target, cores=cores)
-    integers, grid = launch_facts(walk, tile.rows, target)
+    integers, (grid, *_) = launch_facts(walk, tile.rows, target)
     return Offline(kernel, grid, walk, integers, region)

@@ -16,15 +16,18 @@ class Tile:
         cols: columns of a tile: at least D, or a part of D (column passes).
         num_warps: CUDA only.
         loads_first: CUDA: what all rows share is loaded before the statistics too, not when it is needed.
+        reads_again: CUDA: rows do not wait in registers for their statistics, but are read once more.
     """
 
     rows: int
     cols: int
     num_warps: int = 4
     loads_first: bool = False
+    reads_again: bool = False
 
     def __str__(self) -> str:
-        return f"{self.rows} rows x {self.cols} columns" + ", all loads first" * self.loads_first
+        return (f"{self.rows} rows x {self.cols} columns" + ", all loads first" * self.loads_first
+                + ", read again" * self.reads_again)
 
 
 @dataclass(frozen=True)

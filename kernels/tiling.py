@@ -52,6 +52,16 @@ CUDA_SHORT_ROW_BYTES = 256
 CUDA_ROW_WARPS = 8
 CUDA_MAX_COLS = 16384
 CUDA_MAX_WARPS = 16
+#: CUDA: from this many bytes on that a call moves for its rows, long rows are read a second time (from the caches)
+#: and not kept in registers meanwhile: rows of CUDA_LONG_ROW_BYTES and more (gated add -> LayerNorm ->
+#: modulate at D 4096, 256 MB an operand: 251 us so, 265 kept; RMSNorm at D 8192, 512 MB: 255 and 260).
+#: Not LayerNorm -> modulate of one operand (D 4096, 256 MB: 137 so, 133 kept).
+CUDA_AGAIN_BYTES = 2**29
+CUDA_LONG_ROW_BYTES = 8192
+#: CUDA: a row that centres and fills at most 3/4 of a tile of more than this many columns is read again at any
+#: size, in half the warps (gated add -> LayerNorm -> modulate at D 10240: 64 MB 69 us so, 94 kept in 16
+#: warps; 1 MB 4.8 and 4.4. LayerNorm at D 12288: 37.5 and 42.9. RMSNorm is as fast kept).
+CUDA_KEPT_COLS = 8192
 
 #: CUDA, where the lane lies across: bytes of the rows that a tile reads side by side at one lane element, and
 #: the fewest (a sector, the least that memory moves); elements from which a tile takes the fewest; elements
@@ -105,14 +115,35 @@ def ladder(region: NormRegion, structure: Structure, sizes: Sequence[int],
             height //= 2
         tile = replace(tile, rows=height)
         count = -(-rows // height) * others
-        result.append(replace(tile, loads_first=_loads_first(tile, count, region, structure, target)))
+        again = tile.reads_again or _reads_again(tile, count, region, structure, target)
+        first = not again and _loads_first(tile, count, region, structure, target)
+        result.append(replace(tile, loads_first=first, reads_again=again))
     return tuple(dict.fromkeys(result))
+
+
+def _reads_again(tile: Tile, count: int, region: NormRegion, structure: Structure, target: Target) -> bool:
+    """Whether a GPU's `count` programs of one row read it again when its statistics are known. How the row is
+    reduced does not change."""
+    own = [DTYPES[x.dtype] for x, s in _lanes(region, structure) if s.moving[structure.blocked]]
+    if not target.power_of_two or tile.rows > 1 or tile.cols < region.lane or not region.norms or not own:
+        return False
+    moved = sum(own) + sum(DTYPES[out.dtype] for out in region.outputs)
+    norms = {arg for line in region.norms for arg in line.args}
+    modulations = sum(x.name not in norms and not s.moving[structure.blocked]
+                      for x, s in _lanes(region, structure))
+    return (region.lane * max(own) >= CUDA_LONG_ROW_BYTES and count * region.lane * moved >= CUDA_AGAIN_BYTES
+            and (len(own) > 1 or modulations < 2))
+
+
+def _lanes(region: NormRegion, structure: Structure) -> list:
+    """(input, its structure) of those with a lane."""
+    return [(x, s) for x, s in zip(region.inputs, structure.operands) if s.lane]
 
 
 def _loads_first(tile: Tile, count: int, region: NormRegion, structure: Structure, target: Target) -> bool:
     """Whether a GPU's `count` programs of one row load all they need before the statistics: where all of
     them run at once, registers that wait cost nothing, and a load that comes late is waited for."""
-    lanes = [(x, s) for x, s in zip(region.inputs, structure.operands) if s.lane]
+    lanes = _lanes(region, structure)
     shared = len(lanes) > _streaming(region, structure)
     if not target.power_of_two or tile.rows > 1 or tile.cols < region.lane or not (region.norms and shared):
         return False
@@ -166,7 +197,11 @@ def _cuda(region: NormRegion, structure: Structure, target: Target) -> tuple[Til
         each = _width_streaming(region, structure)
         twice = 2 * region.lane * each // CUDA_WARP_BYTES
         warps = max(cols * each // CUDA_WARP_BYTES, min(CUDA_ROW_WARPS, power(twice + 1) // 2))
-    return (Tile(rows, cols, max(1, min(CUDA_MAX_WARPS, warps))),)
+    warps = max(1, min(CUDA_MAX_WARPS, warps))
+    centred = any(line.op == "layer_norm" for line in region.norms)
+    if centred and cols > CUDA_KEPT_COLS and 4 * region.lane <= 3 * cols:
+        return (Tile(rows, cols, max(1, warps // 2), reads_again=True),)
+    return (Tile(rows, cols, warps),)
 
 
 def _width(region: NormRegion) -> int:

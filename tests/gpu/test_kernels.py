@@ -289,6 +289,21 @@ def test_a_row_does_not_depend_on_its_batch(text, lane, dtype, device):
     assert torch.equal(again, whole), "contiguous"
 
 
+@pytest.mark.parametrize("lane", [4096, 6144, 8192])
+@pytest.mark.parametrize("text", [LAYER_NORM, RMS_NORM, ADD_NORM], ids=["layer_norm", "rms_norm", "add_norm"])
+def test_a_row_of_a_call_that_is_read_again(text, lane, device):
+    """Large calls read long rows twice (`tiling.CUDA_AGAIN_BYTES`), small ones keep them: to the same bits."""
+    rows, dtype = 2**28 // (2 * lane), torch.bfloat16
+    operands = [randn(rows, 1, lane, dtype=dtype, device=device) for _ in range(1 + (text is ADD_NORM))]
+    w, b = weights(lane, dtype, device)
+    parameters = [w] if text is RMS_NORM else [w, b]
+    whole = run(text, [*operands, *parameters])
+    for count in (1, 33, 300):
+        part = run(text, [x[5:5 + count] for x in operands] + parameters)
+        for a, b in zip(part, whole, strict=True):
+            assert torch.equal(a, b[5:5 + count]), f"{count} rows alone"
+
+
 @DTYPES
 @pytest.mark.parametrize("lane", [17, 128, 513, 12288])
 def test_inf_and_nan_stay_in_their_row(lane, dtype, device):

@@ -75,7 +75,7 @@ def run(r, inputs, tile=None, scalars=(1e-5,), target=GPU):
     kernel = generate(r, walk.structure, tile, target.interpreted())
     outputs = [torch.full_like(x, float("nan")) for x in Runner(r)(inputs, list(scalars))]
     integers, grid = launch_facts(walk, tile.rows, target)
-    interpreter.run(load(kernel), (grid,), [*inputs, *outputs, *integers, *scalars])
+    interpreter.run(load(kernel), grid, [*inputs, *outputs, *integers, *scalars])
     return outputs, walk
 
 

@@ -38,7 +38,7 @@ def run(r, inputs, scalars, target, tile=None):
     kernel, walk = make(r, inputs, target, tile)
     outputs = [torch.full_like(x, float("nan")) for x in reference(r, inputs, scalars)]
     integers, grid = launch_facts(walk, kernel.tile.rows, target)
-    interpreter.run(load(kernel), (grid,), [*inputs, *outputs, *integers, *scalars])
+    interpreter.run(load(kernel), grid, [*inputs, *outputs, *integers, *scalars])
     return outputs
 
 
@@ -212,6 +212,56 @@ def test_loads_first_moves_loads_alone(name):
     assert texts[1].index("tl.sum") > texts[1].rindex("tl.load")
     for a, b in zip(*found, strict=True):
         assert a.equal(b)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+@pytest.mark.parametrize("name", sorted(TEXTS))
+def test_reading_again_changes_no_bit(name, dtype):
+    r = region(name, 80, dtype)
+    inputs, scalars = inputs_for(r, (2, 5), 100.0), scalars_for(r)
+    kept, again = (run(r, inputs, scalars, CUDA, Tile(2, 128, reads_again=x)) for x in (False, True))
+    assert_right(r, inputs, scalars, again)
+    for a, b in zip(kept, again, strict=True):
+        assert a.equal(b)
+
+
+def test_what_is_read_again_does_not_wait_in_registers():
+    r = region("add_norm", 80, "bf16")
+    text = make(r, inputs_for(r, (2, 5)), CUDA, Tile(1, 128, reads_again=True))[0].source
+    statistics, rest = text.split("# Normalise and store.")
+    for part, hint in ((statistics, "evict_last"), (rest, "evict_first")):
+        loads = re.findall(r"(\w+) = tl.load\(A_(?:.|\n)*?eviction_policy=\"(\w+)\"", part)
+        assert loads == [("x", hint), ("r", hint)]
+    assert "tl.store" not in statistics and "tl.sum" not in rest
+
+
+@pytest.mark.parametrize("dims", [2, 3, 4])
+def test_axes_of_the_grid_are_the_dims(dims):
+    """The same numbers as by division, whichever dim rows run along."""
+    stars = ", ".join(["*"] * dims)
+    ones = ", ".join(["1"] * (dims - 1))
+    r = parse(f"space [{stars}, 80]\nin x: bf16[{stars}, 80]\nin s: bf16[*, {ones}, 80]\nscalar eps\n"
+              f"v: bf16 = layer_norm(x, none, none, eps)\nu: bf16 = mul(v, s)\n"
+              f"out u: bf16 order({', '.join(map(str, range(dims + 1)))})")
+    outer = (2, 3, 2, 7)[-dims:]
+    wide = torch.randn(*(n + 1 for n in outer), 80).bfloat16()  # of every dim a part: none merges with another
+    x = wide[tuple(slice(n) for n in outer)].transpose(0, dims - 1)
+    inputs = [x, torch.randn(x.shape[0], *(1,) * (dims - 1), 80).bfloat16()]
+    walk = layout(r, [t.shape for t in inputs], [t.stride() for t in inputs])
+    assert walk.structure.axes and walk.structure.dims == dims
+    flat = replace(walk, structure=replace(walk.structure, axes=False))
+    found = []
+    for each in (walk, flat):
+        for rows in (1, 4):
+            kernel = generate(r, each.structure, Tile(rows, 128), CUDA)
+            assert ("//" in kernel.source.split("):\n")[1]) == (not each.structure.axes or dims == 4)
+            out = torch.full_like(reference(r, inputs, [1e-5])[0], float("nan"))
+            integers, grid = launch_facts(each, rows, CUDA)
+            assert len(grid) == 3 and (grid[1:] == (1, 1)) == (not each.structure.axes)
+            interpreter.run(load(kernel), grid, [*inputs, out, *integers, 1e-5])
+            assert_right(r, inputs, [1e-5], [out])
+            found.append(out)
+    assert found[0].equal(found[2]) and found[1].equal(found[3])
 
 
 def test_same_input_same_text():

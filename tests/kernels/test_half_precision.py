@@ -33,7 +33,7 @@ def test_every_value(op, dtype):
     x = every_value(dtype)
     out = torch.empty_like(x)
     integers, grid = launch_facts(walk, kernel.tile.rows, target)
-    interpreter.run(load(kernel), (grid,), [x, out, *integers])
+    interpreter.run(load(kernel), grid, [x, out, *integers])
     assert_every_value_right(op, x, out)
 
 

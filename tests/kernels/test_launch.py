@@ -248,7 +248,7 @@ class _FakeKernel:
             self.launched.append((self.rows, asked[-1]))
 
         asked: list = []
-        return lambda *arguments, **options: asked.append(options) or {(*grid, 1, 1): launched}
+        return lambda *arguments, **options: asked.append(options) or {grid: launched}
 
 
 @pytest.fixture
@@ -301,11 +301,11 @@ def test_each_device_gets_its_own_options_only(fake_npu, monkeypatch):
         function, packed_metadata, run = None, None, None
 
     plan = object.__new__(launch._Cuda)
-    plan.grid, plan.integers, plan.region = 1, (), region("layer_norm", 128, "bf16")
+    plan.grid, plan.integers, plan.region = (1, 1, 1), (), region("layer_norm", 128, "bf16")
     plan.source = type("Source", (), {"tile": type("T", (), {"num_warps": 8})})
     plan.warm_up = lambda source, stand_ins, scalars, **options: asked.append(options)
     _, plan.options = plan.compile(inputs, [1e-5])
-    jit = {(1,): lambda *arguments, **options: asked.append(options) or Compiled}
+    jit = {(1, 1, 1): lambda *arguments, **options: asked.append(options) or Compiled}
     monkeypatch.setattr(launch, "_jit", lambda source: jit)
     plan.first(inputs, [1e-5], ())
     assert asked == [{"num_warps": 8}] * 2

@@ -61,7 +61,7 @@ def run(r, inputs, scalars, tile=None):
     kernel = generate(r, walk.structure, tile or ladder(r, walk.structure, walk.sizes, CUDA)[0], CUDA)
     outputs = [torch.full_like(x, float("nan")) for x in reference(r, inputs, scalars)]
     integers, grid = launch_facts(walk, kernel.tile.rows, CUDA)
-    interpreter.run(load(kernel), (grid,), [*inputs, *outputs, *integers, *scalars])
+    interpreter.run(load(kernel), grid, [*inputs, *outputs, *integers, *scalars])
     return outputs
 
 

@@ -7,6 +7,7 @@ from norm_cases import TEXTS, inputs_for, region
 
 from ascend_ln_fuse.kernels.layout import MAX_ROWS, Layout, layout
 from ascend_ln_fuse.kernels.region import DTYPES, parse
+from ascend_ln_fuse.kernels.source import Tile
 from ascend_ln_fuse.kernels.targets import cuda, npu, target_for
 from ascend_ln_fuse.kernels.tiling import ladder, live_tiles
 
@@ -97,6 +98,31 @@ def test_programs_that_all_run_at_once_load_all_first():
     found = layout(alone, [(16, 4096)], [(4096, 1)])
     assert not ladder(alone, found.structure, found.sizes, GPU)[0].loads_first  # nothing that rows share
     assert not first("modulate", 2048, (4, 128), NPU)
+
+
+def test_long_rows_of_large_calls_are_read_again():
+    def tile(name, lane, tokens, target=GPU, dtype="bf16"):
+        return tiles(name, lane, dtype, (1, tokens), target)[0]
+
+    # 2**29 bytes: one operand read and one written, or two and two.
+    for name, lane, tokens in (("layer_norm", 8192, 2**14), ("rms_norm", 4096, 2**15), ("add_norm", 4096, 2**14)):
+        large, small = tile(name, lane, tokens), tile(name, lane, tokens - 1)
+        assert large.reads_again and not small.reads_again
+        assert (large.cols, large.num_warps) == (small.cols, small.num_warps)  # reduced in the same order
+    assert not tile("layer_norm", 2048, 2**20).reads_again  # short rows
+    assert tile("layer_norm", 2048, 2**16, dtype="f32").reads_again  # as many bytes
+    assert not tile("modulate", 4096, 2**16).reads_again  # modulations beside one operand
+    assert not tile("layer_norm", 8192, 2**16, NPU).reads_again
+    assert not tile("layer_norm", 40_000, 2**16).reads_again  # passes over the columns
+
+
+def test_rows_that_fill_a_long_tile_badly_are_read_again_at_any_size():
+    for tokens in (1, 100_000):
+        assert tiles("layer_norm", 12288, "bf16", (1, tokens), GPU)[0] == \
+            Tile(1, 16384, 8, reads_again=True)
+        assert tiles("layer_norm", 12296, "bf16", (1, tokens), GPU)[0].num_warps == 16
+        assert tiles("rms_norm", 12288, "bf16", (1, tokens), GPU)[0].num_warps == 16
+        assert tiles("layer_norm", 6144, "bf16", (1, tokens), GPU)[0].num_warps == 8
 
 
 def test_small_batches_use_all_cores():
