@@ -54,8 +54,8 @@ bench: build/gpu-site
 	PYTHONPATH=build/gpu-site $(PYTHON) benchmarks/strided_norm.py $(ARGS)
 
 # Whole models, eager, torch.compile and ours, on an NVIDIA GPU; goes on where it was stopped. Libraries that lie
-# elsewhere: PYTHONPATH=folder make bench-models. ARGS="--show --write" measures nothing and rewrites
-# docs/performance.md's section.
+# elsewhere: PYTHONPATH=folder make bench-models. ARGS="--first-calls": compile times at the published depth.
+# ARGS="--show --write" measures nothing and rewrites docs/performance.md's section.
 .PHONY: bench-models
 bench-models: build/gpu-site
 	PYTHONPATH=build/gpu-site$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m benchmarks.models \

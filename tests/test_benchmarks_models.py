@@ -136,7 +136,7 @@ def test_a_model_that_is_not_built(tmp_path, monkeypatch):
 def test_a_lost_device_ends_the_process(tmp_path, monkeypatch):
     """... and the next one leaves that column alone."""
     monkeypatch.setitem(columns.COLUMNS, "compile", columns.Column("torch.compile", {"backend": failing}))
-    kept = results.Results(tmp_path / "models.json")
+    kept = results.Results(tmp_path / "models.json").rows
     original = measure._Cells._free
 
     def free(self):
@@ -149,10 +149,11 @@ def test_a_lost_device_ends_the_process(tmp_path, monkeypatch):
         patch.setattr(measure._Cells, "_free", free)
         with pytest.raises(measure.DeviceLost):
             measure.measure(SMALL, 1, True, CPU, wanted, kept, measure.Limits(2, timed=False))
-    kept = results.Results(tmp_path / "models.json")
-    assert results.missing(kept.rows[0], wanted) == ["eager", "ours"]
+    kept = results.Results(tmp_path / "models.json").rows
+    assert results.missing(kept.latest()[0], wanted) == ["eager", "ours"]
     measure.measure(SMALL, 1, True, CPU, wanted, kept, measure.Limits(2, timed=False))
-    assert not results.missing(kept.rows[0], wanted) and kept.rows[0]["columns"]["compile"]["lost"]
+    row, = kept
+    assert not results.missing(row, wanted) and row["columns"]["compile"]["lost"]
 
 
 class Processes:
@@ -164,7 +165,7 @@ class Processes:
     def __call__(self, command, cwd, timeout):
         self.count += 1
         assert command[1:4] == ["-m", "benchmarks.models", "--worker"] and (Path(cwd) / "benchmarks").is_dir()
-        kept = results.Results(Path(command[command.index("--json") + 1]))
+        kept = results.Results(Path(command[command.index("--json") + 1])).rows
         row = results.new_row(SMALL, 1, True, CPU)
         if self.dies_at:
             kept.put({**row, "trying": self.dies_at})
@@ -227,12 +228,13 @@ def test_the_timed_way(tmp_path, monkeypatch, made_up, capsys):
                                        ("autotune", "max-autotune", {"backend": slow}, True)):
         monkeypatch.setitem(columns.COLUMNS, name, columns.Column(title, options, slow=late))
     wanted = ["eager", "compile", "ours", "autotune"]
-    measure.measure(SMALL, 1, True, CPU, wanted, results.Results(path), measure.Limits(3, compile_seconds=0))
+    measure.measure(SMALL, 1, True, CPU, wanted, results.Results(path).rows,
+                    measure.Limits(3, compile_seconds=0))
     row, = rows_of(path)
     assert not results.missing(row, wanted) and "trying" not in row
     for cell in row["columns"].values():
         assert MEASURED <= set(cell)
-    assert [len(times) for times in row["compile_times"].values()] == [2, 2]
+    assert [len(row["compile_times"][name]) for name in ("backend_eager_s", "ours_s")] == [2, 2]
     # While the slow column was compiled, a full row of the others was there already.
     assert on_disk and results.missing(on_disk[0], wanted) == ["autotune"]
     assert on_disk[0]["columns"]["ours"]["kernels"] == 7

@@ -34,9 +34,12 @@ from .columns import (
     temporary_caches,
     time_limit,
 )
-from .results import Results, Row, in_order, new_row
+from .results import Row, Rows, in_order, new_row
 from .specs import Spec
 from .turns import Turns
+
+#: Rounds of first calls: kernels of ours are compiled in the first, and in memory in the second.
+FIRST_CALLS = 2
 
 
 class DeviceLost(RuntimeError):
@@ -45,10 +48,10 @@ class DeviceLost(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """rounds, seconds: of the timing. seed: of the order of columns in each round. compile_seconds: of the
-    first call of a column, for each form of a graph that it compiles; 0 for no limit.
-    timed: whether there is a clock at all (a GPU); without one the rounds only run. command: what these
-    come from, for the row. turns: with other runs on this machine."""
+    """rounds: of the timing, or of first calls where nothing else is measured. seconds: of the timing. seed:
+    of the order of columns in each round. compile_seconds: of the first call of a column, for each form of a
+    graph that it compiles; 0 for no limit. timed: whether there is a clock at all (a GPU); without one the
+    rounds only run. command: what these come from, for the row. turns: with other runs on this machine."""
 
     rounds: int = 31
     seconds: float = 20.0
@@ -60,7 +63,7 @@ class Limits:
 
 
 def measure(spec: Spec, layers: int, tiny: bool, device: torch.device, columns: Sequence[str],
-            results: Results, limits: Limits) -> None:
+            results: Rows, limits: Limits) -> None:
     """Measure the model and put its row into `results`: once with the quick columns, and again when the slow
     ones are done too. A column that fails has the reason in its cell.
 
@@ -75,25 +78,15 @@ def measure(spec: Spec, layers: int, tiny: bool, device: torch.device, columns: 
     with torch.no_grad(), temporary_caches():
         from ascend_ln_fuse.kernels import measure as measuring
 
-        try:
-            with limits.turns.together():
-                model, inputs = build(spec, layers, tiny, device)
-                row["parameters"] = sum(p.numel() for p in model.parameters())
-                eager = first(model(**inputs)).clone()
-        except Exception as error:
-            row["failure"] = f"not built, or not run in eager: {words(error)}"
-            results.put(row)
+        cell = _built(row, spec, layers, tiny, device, results, limits)
+        if cell is None:
             return
-        cell = _Cells(row, model, inputs, device, results, limits, eager)
         with limits.turns.together():
             cell.reference()
         if limits.timed:
-            # What fails here fails in its column too, and is told there.
-            with limits.turns.together(), contextlib.suppress(Exception):
-                _warm_up(device, inductor={EAGER, OURS} < set(wanted))
+            _warm_up(device, limits, inductor={EAGER, OURS} < set(wanted))
             if OURS in wanted:
-                with limits.turns.alone():  # kernels are chosen here, by their times
-                    cell.compile_times()
+                cell.compile_times(FIRST_CALLS)
         for slow in (False, True):
             found = [name for name in wanted if COLUMNS[name].slow is slow]
             for name in found:
@@ -103,6 +96,40 @@ def measure(spec: Spec, layers: int, tiny: bool, device: torch.device, columns: 
                 with limits.turns.alone():
                     cell.time()
                     cell.profile(found)
+
+
+def measure_first_calls(spec: Spec, layers: int, tiny: bool, device: torch.device, results: Rows,
+                        limits: Limits) -> None:
+    """Measure nothing of the model but its `compile_times`, and put that row into `results`.
+
+    Raises:
+        DeviceLost: the row is kept.
+    """
+    row = new_row(spec, layers, tiny, device, limits.command)
+    torch._dynamo.reset()
+    with torch.no_grad(), temporary_caches():
+        cell = _built(row, spec, layers, tiny, device, results, limits)
+        if cell is None:
+            return
+        if limits.timed:
+            _warm_up(device, limits, inductor=False)
+        cell.compile_times(limits.rounds)
+        results.put(row)
+
+
+def _built(row: Row, spec: Spec, layers: int, tiny: bool, device: torch.device, results: Rows,
+           limits: Limits) -> _Cells | None:
+    """The model, which has run in eager once; None, and the row put, where that fails."""
+    try:
+        with limits.turns.together():
+            model, inputs = build(spec, layers, tiny, device)
+            row["parameters"] = sum(p.numel() for p in model.parameters())
+            eager = first(model(**inputs)).clone()
+    except Exception as error:
+        row["failure"] = f"not built, or not run in eager: {words(error)}"
+        results.put(row)
+        return None
+    return _Cells(row, model, inputs, device, results, limits, eager)
 
 
 def words(error: BaseException) -> str:
@@ -117,7 +144,7 @@ class _Cells:
     """The cells of a row as they are measured."""
 
     def __init__(self, row: Row, model: nn.Module, inputs: Mapping[str, Any], device: torch.device,
-                 results: Results, limits: Limits, eager: torch.Tensor):
+                 results: Rows, limits: Limits, eager: torch.Tensor):
         self.row, self.model, self.inputs, self.device = row, model, inputs, device
         self.results, self.limits, self.eager = results, limits, eager
         self.calls: dict[str, Call] = {}
@@ -143,19 +170,20 @@ class _Cells:
             torch.backends.cuda.matmul.allow_tf32 = tf32
         self._free()
 
-    def compile_times(self) -> None:
-        """Seconds of first calls: backend="eager" and ours, turn by turn, twice. The first of ours compiles
-        its kernels, the second finds them in memory. What every first compilation pays is paid before."""
-        with self._cell("compile_times") as cell:
+    def compile_times(self, rounds: int) -> None:
+        """Seconds of first calls: backend="eager" and ours, turn by turn. The first of ours compiles its
+        kernels, the others find them in memory. What every first compilation pays is paid before."""
+        # Alone also because kernels are chosen here, by their times.
+        with self._cell("compile_times") as cell, self.limits.turns.alone():
             ways = {"backend_eager_s": {"backend": "eager"}, "ours_s": COLUMNS[OURS].options}
             self._first(torch.compile(separate(self.model), backend="eager"))
             found: dict[str, list[float]] = {name: [] for name in ways}
-            for _ in range(2):
+            for _ in range(rounds):
                 for name, options in ways.items():
                     torch._dynamo.reset()
                     found[name].append(self._first(torch.compile(separate(self.model), **options))[0])
-            cell |= found
-            _say(self.row["model"], f"first calls: {found}")
+            cell |= {"rounds": rounds, **(found if self.limits.timed else {})}
+            _say(self.row["model"], f"first calls: {cell}")
         torch._dynamo.reset()
 
     def _first(self, compiled) -> tuple[float, Any]:
@@ -254,13 +282,15 @@ def _relative(low: torch.Tensor, exact: torch.Tensor) -> float:
     return ((low.double() - exact).norm() / exact.norm()).item()
 
 
-def _warm_up(device: torch.device, inductor: bool) -> None:
-    """A small compilation with each compiler, so that imports and worker processes are no model's time."""
-    norm, x = nn.LayerNorm(64, device=device), torch.randn(8, 64, device=device)
-    for options in ({"backend": "eager"}, COLUMNS[OURS].options, *([{}] if inductor else [])):
-        torch.compile(separate(norm), **options)(input=x)
-    synchronize(device)
-    torch._dynamo.reset()
+def _warm_up(device: torch.device, limits: Limits, inductor: bool) -> None:
+    """A small compilation with each compiler, so that imports and worker processes are no model's time. What
+    fails here fails in the model's too, and is told there."""
+    with limits.turns.together(), contextlib.suppress(Exception):
+        norm, x = nn.LayerNorm(64, device=device), torch.randn(8, 64, device=device)
+        for options in ({"backend": "eager"}, COLUMNS[OURS].options, *([{}] if inductor else [])):
+            torch.compile(separate(norm), **options)(input=x)
+        synchronize(device)
+        torch._dynamo.reset()
 
 
 def _sites(reports: Sequence) -> dict[str, Any]:

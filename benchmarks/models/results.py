@@ -9,7 +9,7 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,66 +60,101 @@ def source_digest() -> str:
 def new_row(spec: Spec, layers: int, tiny: bool, device: torch.device, command: str = "") -> Row:
     """A row without columns; `command` is what it is measured with."""
     return {"model": spec.name, "kind": spec.kind, "identity": identity(spec, layers, tiny, device),
-            "layers": f"{layers} of {spec.published}" if not tiny else f"{layers}, small",
+            "layers": spec.depth_words(layers) if not tiny else f"{layers}, small",
             "inputs": spec.words if not tiny else "small", "smoke": device.type != "cuda",
             "date": datetime.date.today().isoformat(), "command": command, "columns": {}}
+
+
+def settled(cell: dict[str, Any]) -> bool:
+    """Whether a cell has been measured to its end, or has failed."""
+    return not {"rounds", "failure"}.isdisjoint(cell)
 
 
 def missing(row: Row | None, columns: Iterable[str]) -> list[str]:
     """The columns that have neither been timed, side by side with the row's others, nor failed."""
     cells = row["columns"] if row else {}
-    return [name for name in columns if not {"rounds", "failure"} & cells.get(name, {}).keys()]
+    return [name for name in columns if not settled(cells.get(name, {}))]
+
+
+class Rows:
+    """Rows of one kind of measurement, found by what they depend on."""
+
+    def __init__(self, save: Callable[[], None]):
+        """`save` is called after each `put`."""
+        self._rows: list[Row] = []
+        self._save = save
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._rows)
+
+    def find(self, wanted: dict[str, Any]) -> Row | None:
+        return next((row for row in self._rows if row["identity"] == wanted), None)
+
+    def put(self, row: Row) -> None:
+        """Add or replace the row, and save."""
+        self._put(row)
+        self._save()
+
+    def take(self, rows: Iterable[Row]) -> None:
+        """Rows of a file. Of two of the same measurement the one with more columns stays; else the later."""
+        for row in rows:
+            known = self.find(row["identity"])
+            if known is None or len(known["columns"]) <= len(row["columns"]):
+                self._put(row)
+
+    def _put(self, row: Row) -> None:
+        for i, known in enumerate(self._rows):
+            if known["identity"] == row["identity"]:
+                self._rows[i] = row
+                return
+        self._rows.append(row)
+
+    def latest(self) -> list[Row]:
+        """A row a model, in the order of the table: the last put."""
+        return _by_model({row["model"]: row for row in self._rows}.values())
+
+    def every(self) -> list[Row]:
+        """All rows, in the order of the table."""
+        return _by_model(self._rows)
+
+
+def _by_model(rows: Iterable[Row]) -> list[Row]:
+    order = {spec.name: i for i, spec in enumerate(SPECS)}
+    return sorted(rows, key=lambda row: order.get(row["model"], len(order)))
 
 
 class Results:
-    """The rows of a file, found by what they depend on, of the same program and machine or of others."""
+    """What a file holds, of this program and machine or of others.
+
+    Attributes:
+        rows: of a few layers, with all columns.
+        first_calls: of the published depth, with nothing but `compile_times`.
+    """
 
     def __init__(self, path: Path | None, others: Iterable[Path] = ()):
         """Raises OSError for one of `others` that cannot be read, ValueError for a file that is no JSON."""
         self.path = path
-        self.rows: list[Row] = []
+        self.rows, self.first_calls = Rows(self.save), Rows(self.save)
         for other in others:
             self._take(other)
         if path is not None and path.exists():
             self._take(path)
 
     def _take(self, path: Path) -> None:
-        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
-            known = self.find(row["identity"])
-            # Of two rows of the same measurement the one with more columns; else the later read.
-            if known is None or len(known["columns"]) <= len(row["columns"]):
-                self._put(row)
-
-    def find(self, wanted: dict[str, Any]) -> Row | None:
-        return next((row for row in self.rows if row["identity"] == wanted), None)
-
-    def put(self, row: Row) -> None:
-        """Add or replace the row, and write the file."""
-        self._put(row)
-        self.save()
-
-    def _put(self, row: Row) -> None:
-        for i, known in enumerate(self.rows):
-            if known["identity"] == row["identity"]:
-                self.rows[i] = row
-                return
-        self.rows.append(row)
+        held = json.loads(path.read_text(encoding="utf-8"))
+        self.rows.take(held["rows"])
+        self.first_calls.take(held.get("first_calls", ()))  # files of before have none
 
     def save(self) -> None:
         if self.path is None:
             return
-        text = json.dumps({"smoke": SMOKE if any(row["smoke"] for row in self.rows) else False,
-                           "rows": self.latest(every=True)}, indent=1, allow_nan=False)
+        smoke = any(row["smoke"] for row in (*self.rows, *self.first_calls))
+        text = json.dumps({"smoke": SMOKE if smoke else False, "rows": self.rows.every(),
+                           "first_calls": self.first_calls.every()}, indent=1, allow_nan=False)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(f".{os.getpid()}")
         partial.write_text(text, encoding="utf-8")
         partial.replace(self.path)  # a run that is cut off leaves a whole file
-
-    def latest(self, every: bool = False) -> list[Row]:
-        """A row a model, in the order of the table: the last put; with `every`, all rows."""
-        order = {spec.name: i for i, spec in enumerate(SPECS)}
-        rows = self.rows if every else list({row["model"]: row for row in self.rows}.values())
-        return sorted(rows, key=lambda row: order.get(row["model"], len(order)))
 
 
 def in_order(names: Iterable[str]) -> list[str]:

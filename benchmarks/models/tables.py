@@ -7,6 +7,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from .columns import AUTOTUNE, COLUMNS, COMPILE, EAGER, OURS, OURS_INDUCTOR
 from .results import SMOKE, Row, in_order
@@ -115,22 +116,43 @@ def details(rows: Sequence[Row]) -> Table:
              for row in rows])
 
 
-def compile_ratios(row: Row) -> list[float]:
-    """Seconds of ours with inner eager over those of backend="eager": kernels compiled, kernels known."""
+def compile_seconds(row: Row) -> tuple[float, float, float] | None:
+    """Of first calls: backend="eager"; ours with inner eager: kernels compiled, and kernels in memory."""
     found = row.get("compile_times", {})
     if "ours_s" not in found:
-        return []
-    return [seconds / min(found["backend_eager_s"]) for seconds in found["ours_s"]]
+        return None
+    compiled, *known = found["ours_s"]
+    return min(found["backend_eager_s"]), compiled, min(known)
 
 
-def notes(rows: Sequence[Row]) -> list[str]:
+def compile_ratios(row: Row) -> list[float]:
+    """Seconds of ours with inner eager over those of backend="eager": kernels compiled, kernels in memory."""
+    eager, *ours = compile_seconds(row) or (1.0,)
+    return [seconds / eager for seconds in ours]
+
+
+def first_calls(rows: Sequence[Row]) -> Table:
+    """First calls at the published depth, seconds."""
+    def cells(row: Row) -> list[str]:
+        seconds = compile_seconds(row)
+        if seconds is None:
+            failed = "failure" in row or "failure" in row.get("compile_times", {})
+            return ["failed" if failed else "ran"] * 3 + [""] * 2
+        return [_number(value) for value in (*seconds, *compile_ratios(row))]
+
+    return (["model", "layers", 'backend="eager"', "ours, kernels compiled", "ours, kernels in memory",
+             'kernels compiled / backend="eager"', 'kernels in memory / backend="eager"'],
+            [[row["model"], row["layers"], *cells(row)] for row in rows])
+
+
+def notes(rows: Sequence[Row], where: str = "") -> list[str]:
     """What failed, was declined, fell back or was left to Inductor, a line each."""
     lines = []
     for row in rows:
         if "failure" in row:
-            lines.append(f"{row['model']}: {row['failure']}")
+            lines.append(f"{row['model']}{where}: {row['failure']}")
         if "failure" in row.get("compile_times", {}):
-            lines.append(f"{row['model']}, compile times: {row['compile_times']['failure']}")
+            lines.append(f"{row['model']}{where}, compile times: {row['compile_times']['failure']}")
         for name, cell in row["columns"].items():
             sites = cell.get("sites", {})
             texts = [cell[key] for key in ("failure", "profile_failure") if key in cell]
@@ -143,16 +165,22 @@ def notes(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+def goal(title: str, values: Sequence[tuple], least: float, sign: int = 1) -> str:
+    """A goal, and of (model, value) or (model, value, how to write the value) those that miss it."""
+    known = [(name, value, *words) for name, value, *words in values if value is not None]
+    missed = [f"{name} {words[0] if words else _number(value)}" for name, value, *words in known
+              if sign * value < sign * least]
+    return f"{title}: {len(known) - len(missed)} of {len(known)} rows" + (
+        f"; not {', '.join(missed)}" if missed else "")
+
+
+def compile_goal(rows: Sequence[Row], where: str = "") -> str:
+    return goal(f"compile time of ours at most 1.3x backend=eager{where}, kernels compiled",
+                [(row["model"], (compile_ratios(row) or [None])[0]) for row in rows], 1.3, -1)
+
+
 def goals(rows: Sequence[Row]) -> list[str]:
     """The goals for whole models, and which rows miss them."""
-    def line(title: str, values: Sequence[tuple], least: float, sign: int = 1) -> str:
-        """Of (model, value) or (model, value, how to write the value)."""
-        known = [(name, value, *words) for name, value, *words in values if value is not None]
-        missed = [f"{name} {words[0] if words else _number(value)}" for name, value, *words in known
-                  if sign * value < sign * least]
-        return f"{title}: {len(known) - len(missed)} of {len(known)} rows" + (
-            f"; not {', '.join(missed)}" if missed else "")
-
     def against(other: str, name: str, among=rows) -> list[tuple[str, float | None, str]]:
         return [(row["model"], ratio(row, other, name), speed(row, other, name)) for row in among]
 
@@ -162,18 +190,17 @@ def goals(rows: Sequence[Row]) -> list[str]:
 
     dit = [row for row in rows if row["kind"] == DIT]
     other = [row for row in rows if row["kind"] != DIT]
-    found = [line("ours with inner inductor at least 1.0x torch.compile",
+    found = [goal("ours with inner inductor at least 1.0x torch.compile",
                   against(COMPILE, OURS_INDUCTOR), 1.0),
-             line("ours at least 1.3x eager on video and image transformers", against(EAGER, OURS, dit), 1.3),
-             line("ours at least 1.1x eager on the others", against(EAGER, OURS, other), 1.1),
-             line("ours never below 1.0x eager", against(EAGER, OURS), 1.0),
-             line("kernels of ours at most 0.7 of eager's on video and image transformers",
+             goal("ours at least 1.3x eager on video and image transformers", against(EAGER, OURS, dit), 1.3),
+             goal("ours at least 1.1x eager on the others", against(EAGER, OURS, other), 1.1),
+             goal("ours never below 1.0x eager", against(EAGER, OURS), 1.0),
+             goal("kernels of ours at most 0.7 of eager's on video and image transformers",
                   [(row["model"], share(row, "kernels")) for row in dit], 0.7, -1),
-             line("peak memory of ours at most eager's",
+             goal("peak memory of ours at most eager's",
                   [(row["model"], share(row, "peak_mib")) for row in rows], 1.0, -1),
-             line("compile time of ours at most 1.3x backend=eager, kernels compiled",
-                  [(row["model"], (compile_ratios(row) or [None])[0]) for row in rows], 1.3, -1),
-             line("error within the bound (1), ours",
+             compile_goal(rows),
+             goal("error within the bound (1), ours",
                   [(row["model"], row["columns"].get(OURS, {}).get("error", {}).get("share_of_bound"))
                    for row in rows], 1.0, -1)]
     known = [value for _, value, _ in against(COMPILE, OURS_INDUCTOR) if value]
@@ -195,42 +222,72 @@ def _title(make: Callable) -> str:
     return " ".join(make.__doc__.split())
 
 
-def show(rows: Sequence[Row]) -> None:
+class Section(NamedTuple):
+    """Rows of one kind, and what is said about them."""
+
+    rows: Sequence[Row]
+    tables: Sequence[Callable[[Sequence[Row]], Table]]
+    goals: Sequence[str]
+    notes: Sequence[str]
+
+
+def sections(rows: Sequence[Row], deep: Sequence[Row]) -> list[Section]:
+    """Of the rows of a few layers and of those at the published depth, where there are any. A smoke run has
+    no times to compare."""
+    found, where = [], " at the published depth"
+    if rows:
+        timed = any(not row["smoke"] for row in rows)
+        found.append(Section(rows, (times, ratios, details) if timed else (times, details),
+                             goals(rows) if timed else (), notes(rows)))
+    if deep:
+        timed = any(not row["smoke"] for row in deep)
+        found.append(Section(deep, (first_calls,), (compile_goal(deep, where),) if timed else (),
+                             notes(deep, where)))
+    return found
+
+
+def show(rows: Sequence[Row], deep: Sequence[Row] = ()) -> None:
+    """`deep`: the rows of first calls at the published depth."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table as Grid
 
     console = Console(width=200, highlight=False, markup=False)
-    for title in titles(rows):
-        console.print(title)
-    measured = any(not row["smoke"] for row in rows)
-    for make in (times, ratios, details) if measured else (times, details):
-        header, lines = make(rows)
-        grid = Grid(*map(escape, header), title=_title(make))
-        for line in lines:
-            grid.add_row(*map(escape, line))
-        console.print(grid)
-    for text in notes(rows) + (goals(rows) if measured else []):
-        console.print(text)
+    shown = sections(rows, deep)
+    for section in shown:
+        for title in titles(section.rows):
+            console.print(title)
+        for make in section.tables:
+            header, lines = make(section.rows)
+            grid = Grid(*map(escape, header), title=_title(make))
+            for line in lines:
+                grid.add_row(*map(escape, line))
+            console.print(grid)
+    for section in shown:
+        for text in (*section.notes, *section.goals):
+            console.print(text)
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """The section of docs/performance.md.
+def markdown(rows: Sequence[Row], deep: Sequence[Row] = ()) -> str:
+    """The section of docs/performance.md; `deep`: the rows of first calls at the published depth.
 
     Raises:
         ValueError: rows of a smoke run.
     """
-    if any(row["smoke"] for row in rows) or not rows:
+    if any(row["smoke"] for row in (*rows, *deep)) or not rows:
         raise ValueError("only what was measured on a GPU is written")
-    commands = ", ".join(sorted({f"`{row['command']}`" for row in rows}))
-    parts = [f"{'; '.join(titles(rows))}. bf16, no gradients, random weights; {commands}."]
-    for make in (times, ratios, details):
-        header, lines = make(rows)
-        table = [header, ["---"] + ["---:"] * (len(header) - 1), *lines]
-        parts.append(_title(make))
-        parts.append("\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |"
-                               for line in table))
-    parts.append("\n".join(f"- {text}" for text in (*goals(rows), *notes(rows))))
+    parts, written = [], sections(rows, deep)
+    for section in written:
+        commands = ", ".join(sorted({f"`{row['command']}`" for row in section.rows}))
+        parts.append(f"{'; '.join(titles(section.rows))}. bf16, no gradients, random weights; {commands}.")
+        for make in section.tables:
+            header, lines = make(section.rows)
+            table = [header, ["---"] + ["---:"] * (len(header) - 1), *lines]
+            parts.append(_title(make))
+            parts.append("\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |"
+                                   for line in table))
+    texts = [text for part in ("goals", "notes") for section in written for text in getattr(section, part)]
+    parts.append("\n".join(f"- {text}" for text in texts))
     return "\n\n".join(parts)
 
 
