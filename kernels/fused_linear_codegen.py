@@ -25,7 +25,7 @@ import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
 
-from .codegen import POINTER_TYPES, Generator
+from .codegen import Generator
 from .fused_linear_parts import Epilogue, Params, Prologue, distinct
 from .fused_linear_structure import Problem
 from .fused_linear_tiles import GemmTile
@@ -33,6 +33,7 @@ from .layout import Structure
 from .region import DTYPES, NormRegion
 from .source import KernelSource, Tile, module_text
 from .targets import Target
+from .writer import POINTER_TYPES
 
 #: Bytes of a line of the L2 cache, which one prefetch brings.
 LINE_BYTES = 128

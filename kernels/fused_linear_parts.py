@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from .codegen import POINTER_TYPES, TL_TYPES, Generator
+from .codegen import Generator
 from .fused_linear_structure import PartStructure
 from .layout import OperandStructure, Structure
 from .region import Line, NormRegion, Operand, Output
 from .source import Tile
 from .targets import Target
 from .values import Value, variable
+from .writer import POINTER_TYPES, TL_TYPES
 
 #: Elements of the block that a pass over the rows takes for their statistics, and its fewest columns.
 STATISTICS_ELEMENTS = 8192

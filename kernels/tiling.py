@@ -52,14 +52,14 @@ CUDA_SHORT_ROW_BYTES = 256
 CUDA_ROW_WARPS = 8
 CUDA_MAX_COLS = 16384
 CUDA_MAX_WARPS = 16
-#: CUDA: from this many bytes on that a call moves for its rows, long rows are read a second time (from the caches)
-#: and not kept in registers meanwhile: rows of CUDA_LONG_ROW_BYTES and more (gated add -> LayerNorm ->
-#: modulate at D 4096, 256 MB an operand: 251 us so, 265 kept; RMSNorm at D 8192, 512 MB: 255 and 260).
+#: CUDA: from this many bytes on that a call moves for its rows, rows of CUDA_LONG_ROW_BYTES and more are read
+#: a second time, from the caches, and not kept in registers meanwhile (gated add -> LayerNorm -> modulate at
+#: D 4096, 256 MB an operand: 251 us so, 265 kept; RMSNorm at D 8192, 512 MB: 255 and 260).
 #: Not LayerNorm -> modulate of one operand (D 4096, 256 MB: 137 so, 133 kept).
 CUDA_AGAIN_BYTES = 2**29
 CUDA_LONG_ROW_BYTES = 8192
-#: CUDA: a row that centres and fills at most 3/4 of a tile of more than this many columns is read again at any
-#: size, in half the warps (gated add -> LayerNorm -> modulate at D 10240: 64 MB 69 us so, 94 kept in 16
+#: CUDA: a row that centres and fills at most 3/4 of a tile of more than this many columns is read again at
+#: any size, in half the warps (gated add -> LayerNorm -> modulate at D 10240: 64 MB 69 us so, 94 kept in 16
 #: warps; 1 MB 4.8 and 4.4. LayerNorm at D 12288: 37.5 and 42.9. RMSNorm is as fast kept).
 CUDA_KEPT_COLS = 8192
 

@@ -290,9 +290,9 @@ def test_a_row_does_not_depend_on_its_batch(text, lane, dtype, device):
 
 
 @pytest.mark.parametrize("lane", [4096, 6144, 8192])
-@pytest.mark.parametrize("text", [LAYER_NORM, RMS_NORM, ADD_NORM], ids=["layer_norm", "rms_norm", "add_norm"])
+@pytest.mark.parametrize("text", [LAYER_NORM, RMS_NORM, ADD_NORM], ids=["plain", "rms", "add"])
 def test_a_row_of_a_call_that_is_read_again(text, lane, device):
-    """Large calls read long rows twice (`tiling.CUDA_AGAIN_BYTES`), small ones keep them: to the same bits."""
+    """Large calls read long rows twice (`tiling.CUDA_AGAIN_BYTES`), small ones keep them: the same bits."""
     rows, dtype = 2**28 // (2 * lane), torch.bfloat16
     operands = [randn(rows, 1, lane, dtype=dtype, device=device) for _ in range(1 + (text is ADD_NORM))]
     w, b = weights(lane, dtype, device)
@@ -300,8 +300,8 @@ def test_a_row_of_a_call_that_is_read_again(text, lane, device):
     whole = run(text, [*operands, *parameters])
     for count in (1, 33, 300):
         part = run(text, [x[5:5 + count] for x in operands] + parameters)
-        for a, b in zip(part, whole, strict=True):
-            assert torch.equal(a, b[5:5 + count]), f"{count} rows alone"
+        for few, all_rows in zip(part, whole, strict=True):
+            assert torch.equal(few, all_rows[5:5 + count]), f"{count} rows alone"
 
 
 @DTYPES

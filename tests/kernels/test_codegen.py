@@ -244,7 +244,7 @@ def test_axes_of_the_grid_are_the_dims(dims):
               f"v: bf16 = layer_norm(x, none, none, eps)\nu: bf16 = mul(v, s)\n"
               f"out u: bf16 order({', '.join(map(str, range(dims + 1)))})")
     outer = (2, 3, 2, 7)[-dims:]
-    wide = torch.randn(*(n + 1 for n in outer), 80).bfloat16()  # of every dim a part: none merges with another
+    wide = torch.randn(*(n + 1 for n in outer), 80).bfloat16()  # parts of every dim: none merges
     x = wide[tuple(slice(n) for n in outer)].transpose(0, dims - 1)
     inputs = [x, torch.randn(x.shape[0], *(1,) * (dims - 1), 80).bfloat16()]
     walk = layout(r, [t.shape for t in inputs], [t.stride() for t in inputs])

@@ -105,7 +105,8 @@ def test_long_rows_of_large_calls_are_read_again():
         return tiles(name, lane, dtype, (1, tokens), target)[0]
 
     # 2**29 bytes: one operand read and one written, or two and two.
-    for name, lane, tokens in (("layer_norm", 8192, 2**14), ("rms_norm", 4096, 2**15), ("add_norm", 4096, 2**14)):
+    for name, lane, tokens in (("layer_norm", 8192, 2**14), ("rms_norm", 4096, 2**15),
+                               ("add_norm", 4096, 2**14)):
         large, small = tile(name, lane, tokens), tile(name, lane, tokens - 1)
         assert large.reads_again and not small.reads_again
         assert (large.cols, large.num_warps) == (small.cols, small.num_warps)  # reduced in the same order
