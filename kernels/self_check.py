@@ -5,9 +5,10 @@ the model's own dtypes, plus one unit in the last place of the output's dtype; N
 where the reference has them. Of a large call a sample of whole rows is compared, so that the memory and
 the time of a check do not grow with the tensors.
 
-What runs on the CPU takes pieces so small that PyTorch computes them in the calling thread. Larger tensors
-wake a thread for each core, op by op, and wait for all of them: where the cores are busy, as they are while
-kernels compile, every op then lasts until the scheduler has let the last thread run.
+What every check computes on the CPU it takes in pieces so small that PyTorch stays in the calling thread
+(exp, tanh and sqrt never do where MKL computes them). Larger tensors wake a thread for each core, op by op,
+and wait for all of them: where the cores are busy, as they are while kernels compile, every op then lasts
+until the scheduler has let the last thread run.
 """
 
 from __future__ import annotations
