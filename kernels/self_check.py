@@ -5,10 +5,10 @@ the model's own dtypes, plus one unit in the last place of the output's dtype; N
 where the reference has them. Of a large call a sample of whole rows is compared, so that the memory and
 the time of a check do not grow with the tensors.
 
-What every check computes on the CPU it takes in pieces so small that PyTorch stays in the calling thread
-(exp, tanh and sqrt never do where MKL computes them). Larger tensors wake a thread for each core, op by op,
-and wait for all of them: where the cores are busy, as they are while kernels compile, every op then lasts
-until the scheduler has let the last thread run.
+What every check computes on the CPU it takes in pieces so small that PyTorch stays in the calling thread (but
+for exp, tanh and sqrt, which take others from few elements on). Larger tensors wake a thread for each core,
+op by op, and wait for all of them: where the cores are busy, as they are while kernels compile, every op then
+lasts until the scheduler has let the last thread run.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def _measured(ours: torch.Tensor, low: torch.Tensor, exact: torch.Tensor,
 def _ulp(x: torch.Tensor, info: torch.finfo) -> torch.Tensor:
     """One unit in the last place of a dtype at each |x|."""
     size = x.abs().clamp(info.smallest_normal, torch.finfo(x.dtype).max)
-    # Not by log2, for which MKL takes other threads however few the elements are.
+    # Not by log2, which takes other threads from few elements on.
     return size / (2 * torch.frexp(size).mantissa) * info.eps
 
 
