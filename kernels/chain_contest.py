@@ -18,7 +18,7 @@ from .chain_question import ACTIVATED, LIBRARY, ONE_KERNEL, Choice, Question, Wa
 from .compiling import CompileTimeout, settle
 from .guard import _words, device_lost
 from .layout import Unsupported
-from .measure import by_turns, device_microseconds, host_microseconds
+from .measure import ColdCache, by_turns, device_microseconds, host_microseconds
 
 #: Another way must beat the library by this factor: below it, the difference is noise.
 MARGIN = 1.02
@@ -40,19 +40,21 @@ PIECE = 1 << 24
 def contest(question: Question, configs: Sequence[object], unsplit: Sequence[object]) -> Choice:
     """The fastest ways, with these block shapes of kernels, and with `unsplit` where the fastest keeps the
     host busy for longer than the device. A way that fails is dropped; what the library raises is raised."""
-    with torch.no_grad():
-        return _Contest(question, configs, unsplit).held()
+    with torch.no_grad(), ColdCache(question.device) as cold:
+        return _Contest(question, configs, unsplit, cold).held()
 
 
 class _Contest:
     """Attributes:
+        cold: empties the cache before calls that are timed on the device.
         device_us, host_us: of the ways that were measured.
         dropped: why others were not, or are no candidates.
         lasting: see Choice.
     """
 
-    def __init__(self, question: Question, configs: Sequence[object], unsplit: Sequence[object]):
-        self.question, self.configs, self.unsplit = question, configs, unsplit
+    def __init__(self, question: Question, configs: Sequence[object], unsplit: Sequence[object],
+                 cold: ColdCache):
+        self.question, self.configs, self.unsplit, self.cold = question, configs, unsplit, cold
         self.calls: dict[Way, Callable] = {BY_LIBRARY: question.by_library}
         self.device_us: dict[Way, float] = {}
         self.host_us: dict[Way, float] = {}
@@ -70,7 +72,7 @@ class _Contest:
         if question.by_activated is not None:
             self.enter_activated(wanted)
         if self.configs:
-            self.device_us[BY_LIBRARY] = device_microseconds(question.by_library, question.device)
+            self.device_us[BY_LIBRARY] = device_microseconds(question.by_library, self.cold)
             if BY_ACTIVATED in self.calls:
                 self.time(BY_ACTIVATED)
             self.try_kernels(self.configs, wanted)
@@ -142,7 +144,7 @@ class _Contest:
 
     def time(self, way: Way) -> None:
         try:
-            self.device_us[way] = device_microseconds(self.calls[way], self.question.device)
+            self.device_us[way] = device_microseconds(self.calls[way], self.cold)
         except Exception as error:
             self.drop(way, error)
 
@@ -160,7 +162,7 @@ class _Contest:
         if min(milliseconds.values()) >= LONG_MS:
             self.device_us = {way: ms * 1e3 for way, ms in milliseconds.items()}
         else:
-            self.device_us[BY_LIBRARY] = device_microseconds(question.by_library, question.device)
+            self.device_us[BY_LIBRARY] = device_microseconds(question.by_library, self.cold)
             self.time(BY_ACTIVATED)
         return None
 

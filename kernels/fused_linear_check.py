@@ -8,7 +8,7 @@ the call. Sums and epilogues give each column from its own column of the weights
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
 
@@ -20,6 +20,7 @@ from .fused_linear_tiles import GemmTile
 from .guard import Guard
 from .layout import Unsupported
 from .record import Record
+from .reference import reference as region_reference
 from .region import LANE_OPS, NormRegion
 from .self_check import FEW_PERCENT, Finding, sample_rows
 
@@ -190,22 +191,17 @@ def _both(sample: _Sample, tensors: Sequence[torch.Tensor],
           scalars: Sequence[float]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """(the reference in the model's dtypes on the device, in float64 on the CPU), both on the CPU."""
     low = run_reference(sample.segment, tensors, scalars)
-    exact = run_reference(_wide(sample.segment), [x.cpu().double() for x in tensors], scalars)
+    exact = run_reference(sample.segment, [self_check.in_float64(x.cpu()) for x in tensors], scalars,
+                          self_check.float64_reference)
     return [x.cpu() for x in low], list(exact)
 
 
-def run_reference(segment: Segment, tensors: Sequence[torch.Tensor],
-                  scalars: Sequence[float]) -> tuple[torch.Tensor, ...]:
-    """The meaning of a segment on tensors, and scalars, in a row."""
+def run_reference(segment: Segment, tensors: Sequence[torch.Tensor], scalars: Sequence[float],
+                  run_region: Callable = region_reference) -> tuple[torch.Tensor, ...]:
+    """The meaning of a segment on tensors, and scalars, in a row; see `fused_linear_structure.reference`."""
     first, weights, biases, more = grouped(segment, tensors)
     count = 0 if segment.norm is None else len(segment.norm.scalars)
-    return reference(segment, first, scalars[:count], weights, biases, more, scalars[count:])
-
-
-def _wide(segment: Segment) -> Segment:
-    norm, epilogue = (None if region is None else self_check._wide(region)
-                      for region in (segment.norm, segment.epilogue))
-    return replace(segment, norm=norm, epilogue=epilogue)
+    return reference(segment, first, scalars[:count], weights, biases, more, scalars[count:], run_region)
 
 
 def _own_error(sample: _Sample, scalars: Sequence[float]) -> list[float]:

@@ -14,7 +14,7 @@ strides are 0 or 1, alignment. The other sizes and strides are arguments of the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import gcd, prod
 
@@ -132,16 +132,18 @@ def grouped(segment: Segment, tensors: Sequence[torch.Tensor]) -> tuple[list, li
 def reference(segment: Segment, norm_inputs: Sequence[torch.Tensor], norm_scalars: Sequence[float],
               weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None],
               epilogue_inputs: Sequence[torch.Tensor] = (), epilogue_scalars: Sequence[float] = (),
-              ) -> tuple[torch.Tensor, ...]:
-    """The meaning of a segment: what `FusedLinear` returns for the same arguments."""
+              run_region: Callable = region_reference) -> tuple[torch.Tensor, ...]:
+    """The meaning of a segment: what `FusedLinear` returns for the same arguments.
+
+    `run_region`: runs norm and epilogue, with the arguments of `reference.reference`."""
     if segment.norm is None:
         a, *stored = norm_inputs
     else:
-        a, *stored = region_reference(segment.norm, norm_inputs, norm_scalars)
+        a, *stored = run_region(segment.norm, norm_inputs, norm_scalars)
     results = [F.linear(a, w.t() if p.transposed else w, b)
                for p, w, b in zip(segment.projections, weights, biases, strict=True)]
     if segment.epilogue is not None:
-        results = region_reference(segment.epilogue, [*results, *epilogue_inputs], epilogue_scalars)
+        results = run_region(segment.epilogue, [*results, *epilogue_inputs], epilogue_scalars)
     return (*stored, *results)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from statistics import median
 
@@ -111,27 +112,68 @@ def _row(call: Callable[[], object], count: int, module) -> float:
     return start.elapsed_time(end) / count
 
 
-def device_microseconds(call: Callable[[], object], device: torch.device) -> float:
+class ColdCache:
+    """What `device_microseconds` empties a GPU's L2 cache with: a reduction over twice its size, its graph of
+    CALLS reductions, and the stream that all runs on. They are made when they are first needed, and serve all
+    calls that are timed inside of the context; at its end nothing is kept.
+
+        with ColdCache(device) as cold:
+            times = [device_microseconds(call, cold) for call in calls]
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._give_back()
+
+    def __enter__(self) -> ColdCache:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._give_back()
+
+    def _give_back(self) -> None:
+        self.flush: torch.cuda.CUDAGraph | None = None
+        self._memory: torch.Tensor | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[torch.cuda.Stream]:
+        """Inside, the stream is the current one: behind what the caller's has been given, and waited for."""
+        with torch.cuda.device(self.device):
+            stream = self._stream = self._stream or torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            try:
+                with torch.cuda.stream(stream):
+                    if self.flush is None:
+                        size = torch.cuda.get_device_properties(self.device).L2_cache_size // 2
+                        self._memory = torch.zeros(size, device=self.device)
+                        self.flush = _replays(self.empty, stream)
+                    yield stream
+            except BaseException:  # which may have spoilt the stream, or want the memory
+                self._give_back()
+                raise
+            torch.cuda.current_stream().wait_stream(stream)
+
+    def empty(self) -> None:
+        """Empty the cache once, inside of `stream`."""
+        self._memory.sum()
+
+
+def device_microseconds(call: Callable[[], object], cold: ColdCache) -> float:
     """Median time that `call` keeps the device busy when it finds nothing of its own in the L2 cache, as
     the layers of a model do.
 
-    Calls are replayed from a CUDA graph, so that the host's time does not count, each behind a reduction
-    over twice the cache, whose own time is taken off. Runs on a stream of its own, after what the
-    current stream has been given, and waits for it.
+    Calls are replayed from a CUDA graph, so that the host's time does not count, each after the cache was
+    emptied. What that alone takes is timed by turns with it, so that a change of the clock rate meets both,
+    and taken off.
 
     Raises:
         whatever `call` raises.
     """
-    with torch.cuda.device(device):
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            cold = torch.zeros(torch.cuda.get_device_properties(device).L2_cache_size // 2, device=device)
-            call()
-            flush = _replays(cold.sum, stream)
-            both = _replays(lambda: (cold.sum(), call()), stream)
-            times = sorted(_elapsed(both, stream) - _elapsed(flush, stream) for _ in range(TIMINGS))
-        torch.cuda.current_stream().wait_stream(stream)
+    with cold.stream() as stream:
+        call()
+        both = _replays(lambda: (cold.empty(), call()), stream)
+        times = [_elapsed(both, stream) - _elapsed(cold.flush, stream) for _ in range(TIMINGS)]
     return max(median(times) * 1e3 / CALLS, 0.01)
 
 

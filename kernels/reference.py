@@ -42,6 +42,15 @@ _LANE_FUNCTIONS = {"rotate_half": _rotate_half, "rotate_pairs": _rotate_pairs,
                    "repeat_even": _repeat_even, "repeat_odd": _repeat_odd}
 
 
+def _written_out(x: torch.Tensor, lane: tuple[int, ...], weight: torch.Tensor | None,
+                 bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """`F.layer_norm` as a model writes it out: op by op, in the dtype of x."""
+    centred = x - x.mean(-1, keepdim=True)
+    y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
 def _layer_norm(x: torch.Tensor, lane: tuple[int, ...], weight: torch.Tensor | None,
                 bias: torch.Tensor | None, eps: float) -> torch.Tensor:
     """`F.layer_norm` with the derivatives of a norm that is written out, where PyTorch's own are worse.
@@ -55,8 +64,7 @@ def _layer_norm(x: torch.Tensor, lane: tuple[int, ...], weight: torch.Tensor | N
     """
     if weight is None and bias is None and x.dtype in (torch.float32, torch.float64):
         if forward_ad._current_level >= 0:
-            centred = x - x.mean(-1, keepdim=True)
-            return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+            return _written_out(x, lane, None, None, eps)
         if x.requires_grad and torch.is_grad_enabled() and x.device.type == "cpu" and \
                 x.dtype == torch.float32:
             y = F.layer_norm(x - x.detach().mean(-1, keepdim=True).nan_to_num(0.0, 0.0, 0.0), lane, eps=eps)
@@ -95,14 +103,17 @@ def reference(region: NormRegion, inputs: Sequence[torch.Tensor],
 
 
 @lru_cache(maxsize=1024)
-def program(region: NormRegion) -> Callable:
+def program(region: NormRegion, written_out: bool = False) -> Callable:
     """The reference as one Python function of the inputs, then the scalars: what `reference` calls, for
-    callers that keep it. Written out as source so that a call costs little more than its torch ops."""
+    callers that keep it. Made as source so that a call costs little more than its torch ops.
+
+    `written_out`: layer norms op by op, as PyTorch's own for the CPU computes any two rows in two threads."""
     names = [_variable(x.name) for x in region.inputs]
-    scope: dict = {"torch": torch, "layer_norm": _layer_norm, "rms_norm": F.rms_norm, "normalize": _normalize,
+    scope: dict = {"torch": torch, "rms_norm": F.rms_norm, "normalize": _normalize,
                    "l2_norm": _l2_norm, "REGION": region, "LANE": (region.lane,),
                    "HEADS": (region.heads, region.head), "laid_out": _laid_out, "one_lane": _one_lane,
                    "broadcast_sizes": broadcast_sizes, **_LANE_FUNCTIONS,
+                   "layer_norm": _written_out if written_out else _layer_norm,
                    **{word.upper(): dtype for word, dtype in TORCH_DTYPES.items()}}
     lines = [f"def run({', '.join((*names, *map(_variable, region.scalars)))}):"]
     full = [_variable(x.name) for x in region.inputs if x.dims == region.full]

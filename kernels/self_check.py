@@ -4,13 +4,18 @@ The bound is the project's own: the error against float64 is at most twice that 
 the model's own dtypes, plus one unit in the last place of the output's dtype; NaN and infinities stand
 where the reference has them. Of a large call a sample of whole rows is compared, so that the memory and
 the time of a check do not grow with the tensors.
+
+What every check computes on the CPU it takes in pieces so small that PyTorch stays in the calling thread (but
+for exp, tanh and sqrt, which take others from few elements on). Larger tensors wake a thread for each core,
+op by op, and wait for all of them: where the cores are busy, as they are while kernels compile, every op then
+lasts until the scheduler has let the last thread run.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -26,6 +31,10 @@ BUDGET = 4 * 2**20
 
 #: The most rows that one check compares.
 MAX_ROWS = 512
+
+#: Elements of a piece (a longer row is a piece of its own). ATen takes other threads from 2**15 on, and for
+#: gelu beyond this.
+PIECE = 2**14
 
 #: The fewest copies of the rows on which the reference's own error is measured again (`_own_error`).
 MIN_COPIES = 4
@@ -95,7 +104,7 @@ def compare(region: NormRegion, inputs: Sequence[torch.Tensor], scalars: Sequenc
         low = program(by_row)(*taken, *scalars)
         # On the CPU: not every accelerator computes in float64.
         taken, ours, low = ([x.cpu() for x in xs] for xs in (taken, [x[index] for x in outputs], low))
-        exact = _exact(by_row, taken, scalars)
+        exact = float64_reference(by_row, taken, scalars)
         found = [_worst(*three) for three in zip(ours, low, exact)]
         if any(error > allowed for error, allowed, _ in found):
             own = _own_error(by_row, taken, spread, scalars)
@@ -104,8 +113,34 @@ def compare(region: NormRegion, inputs: Sequence[torch.Tensor], scalars: Sequenc
     return Finding(worst, *found[worst], len(rows), prod(space[:-1]))
 
 
-def _exact(by_row: NormRegion, inputs: Sequence[torch.Tensor], scalars) -> tuple[torch.Tensor, ...]:
-    return program(_wide(by_row))(*[x.double() for x in inputs], *scalars)
+def float64_reference(by_row: NormRegion, inputs: Sequence[torch.Tensor],
+                      scalars: Sequence[float]) -> Sequence[torch.Tensor]:
+    """The reference in float64 of a region over a list of rows; CPU tensors of any dtypes."""
+    run = program(_wide(by_row), written_out=True)
+    return _in_pieces(lambda *rows: run(*[x.double() for x in rows], *scalars), inputs)
+
+
+def in_float64(x: torch.Tensor) -> torch.Tensor:
+    """A CPU matrix or vector in float64."""
+    return _in_pieces(lambda rows: [rows.double()], [x])[0]
+
+
+def _in_pieces(run: Callable[..., Sequence[torch.Tensor]],
+              inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """`run(*inputs)`, a few rows at a time: of matrices, which have all the same number of rows, and of other
+    tensors, which are the same for each row. It gives matrices with these rows."""
+    rows = max((len(x) for x in inputs if x.dim() == 2), default=1)
+    step = max(1, PIECE // max(x.shape[-1] if x.dim() else 1 for x in inputs))
+    if rows <= step:
+        return run(*inputs)
+    whole: list[torch.Tensor] = []
+    for start in range(0, rows, step):
+        piece = slice(start, start + step)
+        results = run(*[x[piece] if x.dim() == 2 else x for x in inputs])
+        whole = whole or [x.new_empty(rows, x.shape[-1]) for x in results]
+        for x, result in zip(whole, results):
+            x[piece].copy_(result)
+    return whole
 
 
 def _worst(ours: torch.Tensor, low: torch.Tensor, exact: torch.Tensor,
@@ -115,32 +150,56 @@ def _worst(ours: torch.Tensor, low: torch.Tensor, exact: torch.Tensor,
     own: what is known of the reference's error from elsewhere.
     """
     info = torch.finfo(low.dtype)
+    pieces = []
+    for piece in zip(*(x.flatten().split(PIECE) for x in (ours, low, exact))):
+        measured = _measured(*piece, info)
+        if measured is None:
+            return math.inf, 1.0, own
+        if measured[0].any():
+            pieces.append(measured)
+    if not pieces:
+        return 0.0, 1.0, own
+    own = max(own, *((low - exact).abs().max().item() for _, _, low, exact in pieces))
+    more = 0.0
+    if info.bits == 64:
+        more = F64_ERROR * max(exact.abs().max().item() for *_, exact in pieces)
+    found = []
+    for number, ours, _, exact in pieces:
+        allowed = 2 * own + _ulp(exact, info) + more
+        errors = (ours - exact).abs()
+        at = torch.where(number, errors / allowed, -1.0).argmax()
+        found.append(torch.stack((errors[at], allowed[at])))
+    errors, allowed = torch.stack(found, 1)
+    at = (errors / allowed).argmax()
+    return errors[at].item(), allowed[at].item(), own
+
+
+def _measured(ours: torch.Tensor, low: torch.Tensor, exact: torch.Tensor,
+              info: torch.finfo) -> tuple[torch.Tensor, ...] | None:
+    """(where there are numbers to compare, then the three in float64, 0 elsewhere). None: NaN or infinity
+    where the reference has none, or none where it has."""
     number = ~low.isnan()
     strange = not torch.equal(~ours.isnan(), number)
     if info.bits == 64:  # the reference overflows where float64 does: infinities are compared, not measured
         number &= low.isfinite()
         strange = strange or not torch.equal(ours.isfinite(), low.isfinite())
+    if strange:
+        return None
     number &= ~exact.isnan()
-    ours, low, exact = (x[number].double() for x in (ours, low, exact))
+    ours, low, exact = (torch.where(number, x.double(), 0.0) for x in (ours, low, exact))
     if info.bits < 64:
         # An infinity counts as the first number that the dtype does not reach: one that rounding alone
         # decides is then within the bound, any other far outside.
         top = 2.0 ** math.frexp(info.max)[1]
         ours, low, exact = (x.clamp(-top, top) for x in (ours, low, exact))
-    if strange or not low.numel():
-        return math.inf if strange else 0.0, 1.0, own
-    own = max(own, (low - exact).abs().max().item())
-    allowed = 2 * own + _ulp(exact, info)
-    if info.bits == 64:
-        allowed = allowed + F64_ERROR * exact.abs().max()
-    errors = (ours - exact).abs()
-    at = int((errors / allowed).argmax())
-    return errors[at].item(), allowed[at].item(), own
+    return number, ours, low, exact
 
 
 def _ulp(x: torch.Tensor, info: torch.finfo) -> torch.Tensor:
     """One unit in the last place of a dtype at each |x|."""
-    return torch.exp2(x.abs().clamp(min=info.smallest_normal).log2().floor()) * info.eps
+    size = x.abs().clamp(info.smallest_normal, torch.finfo(x.dtype).max)
+    # Not by log2, which takes other threads from few elements on.
+    return size / (2 * torch.frexp(size).mantissa) * info.eps
 
 
 def _own_error(by_row: NormRegion, inputs: Sequence[torch.Tensor], spread: Sequence[bool],
@@ -168,7 +227,7 @@ def _own_error(by_row: NormRegion, inputs: Sequence[torch.Tensor], spread: Seque
     if by_row.compute == "f64":
         exact = [x.repeat(copies, 1) for x in program(by_row)(*inputs, *scalars)]
     else:
-        exact = _exact(by_row, near, scalars)
+        exact = float64_reference(by_row, near, scalars)
     errors = [(a.double() - b).abs() for a, b in zip(low, exact)]
     return [e[e.isfinite()].max().item() if e.isfinite().any() else 0.0 for e in errors]
 

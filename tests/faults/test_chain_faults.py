@@ -14,6 +14,7 @@ import pytest
 import torch
 from checks import assert_within_bound
 from fused_linear_cases import NAMES, assert_right, case
+from threads import GRAIN, InThreads
 from torch import nn
 from torch.nn import functional as F
 
@@ -291,6 +292,18 @@ def test_a_sample_of_a_right_call_passes(name):
     sample = fused_linear_check._sample(segment, TILE, tensors, outputs)
     widths = [w.shape[0] for w in grouped(sample.segment, sample.tensors)[1]]
     assert max(widths) < 4096 and sum(x.numel() for x in sample.tensors) < sum(x.numel() for x in tensors) / 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_but_products_takes_threads(name):
+    segment, tensors, scalars = many(name)
+    outputs = fused_linear_check.run_reference(segment, tensors, scalars)
+    sample = fused_linear_check._sample(segment, TILE, tensors, outputs)
+    assert max(x.numel() for x in (*sample.tensors, *sample.outputs)) > GRAIN
+    with InThreads() as threads:
+        finding = fused_linear_check.compare(segment, TILE, tensors, scalars, outputs)
+    assert finding.within and threads.seen > 20
+    assert not [op for op in threads.found if op.split()[0] not in ("mm", "addmm")]
 
 
 @pytest.mark.parametrize("place", [(0, 0), (-1, -1), (16, 5), (0, 31), (0, 32)], ids=str)

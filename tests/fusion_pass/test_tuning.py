@@ -56,7 +56,7 @@ def clock(monkeypatch, tmp_path):
     monkeypatch.setattr(chain_choice, "may_measure", lambda device: True)
     monkeypatch.setattr(chain_contest, "host_microseconds", lambda call, device: 1.0)
     monkeypatch.setattr(chain_contest, "device_microseconds",
-                        lambda call, device: 5.0 if hasattr(call, "args") else 10.0)
+                        lambda call, cold: 5.0 if hasattr(call, "args") else 10.0)
 
 
 def test_choices_are_made_shown_and_kept(file, clock, capsys, monkeypatch, tmp_path):

@@ -292,7 +292,7 @@ def measuring(monkeypatch, tmp_path):
     monkeypatch.setattr(chain_choice, "may_measure", lambda device: True)
     monkeypatch.setattr(chain_contest, "host_microseconds", lambda call, device: 1.0)
     monkeypatch.setattr(chain_contest, "device_microseconds",
-                        lambda call, device: 2.0 if hasattr(call, "args") else 9.0)
+                        lambda call, cold: 2.0 if hasattr(call, "args") else 9.0)
 
 
 @pytest.mark.parametrize("make, inputs", [(lambda: ffn("bf16"), lambda: ffn_inputs(torch.bfloat16)),

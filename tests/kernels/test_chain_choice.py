@@ -45,7 +45,7 @@ def clock(monkeypatch, tmp_path):
     monkeypatch.setattr(chain_choice, "may_measure", lambda device: True)
     monkeypatch.setattr(chain_contest, "host_microseconds",
                         lambda call, device: clock.host.get(name_of(call), 1.0))
-    monkeypatch.setattr(chain_contest, "device_microseconds", lambda call, device: clock[name_of(call)])
+    monkeypatch.setattr(chain_contest, "device_microseconds", lambda call, cold: clock[name_of(call)])
     monkeypatch.setattr(chain_contest, "by_turns", lambda calls, device, seconds: [
         [clock[name_of(call)] / 1e3] * 3 for call in calls])
     return clock
@@ -65,6 +65,22 @@ def test_the_fastest_right_way_is_taken(clock):
     assert choice.times == {LIBRARY: 10.0, "slow": 9.9, "fast": 5.0}
     assert "wrong: other results" in choice.reason
     assert "fast 5.0 us" in str(choice)
+
+
+def test_one_cold_cache_for_all_ways(clock, monkeypatch):
+    """Made once, and given back behind the last of them."""
+    used, given_back = [], []
+
+    class Cold(chain_contest.ColdCache):
+        def __exit__(self, *error):
+            given_back.append((self, len(used)))
+
+    monkeypatch.setattr(chain_contest, "ColdCache", Cold)
+    monkeypatch.setattr(chain_contest, "device_microseconds",
+                        lambda call, cold: used.append(cold) or clock[name_of(call)])
+    choose(question(kernel=by_kernel))
+    assert len(used) == 3 and len(set(used)) == 1 and used[0].device == CPU
+    assert given_back == [(used[0], 3)]
 
 
 # Two answers
@@ -150,7 +166,7 @@ def test_one_launch_has_the_time_that_is_left(clock, monkeypatch):
     clock.host = {LIBRARY: 20.0, "fast": 30.0, "slow": 30.0}
     tried = []
 
-    def measured(call, device):
+    def measured(call, cold):
         if name_of(call) == "fast":
             monkeypatch.setattr(chain_contest._Budget, "over", True)
         return clock[name_of(call)]
@@ -426,7 +442,7 @@ def test_out_of_memory_while_measuring(clock, monkeypatch, where):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return results
 
-    def no_memory(call, device):
+    def no_memory(call, cold):
         kept = call()  # noqa: F841 - in the frames of the exception
         raise torch.OutOfMemoryError("CUDA out of memory")
 

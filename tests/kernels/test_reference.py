@@ -8,7 +8,7 @@ from norm_cases import TEXTS, inputs_for, region, scalars_for
 from torch.nn import functional as F
 
 from ascend_ln_fuse.kernels.pointwise import POINTWISE, torch_function
-from ascend_ln_fuse.kernels.reference import TORCH_DTYPES, reference
+from ascend_ln_fuse.kernels.reference import TORCH_DTYPES, program, reference
 from ascend_ln_fuse.kernels.region import parse
 
 
@@ -27,6 +27,25 @@ def test_modulate():
     got, = reference(r, [x, scale, shift, gate], [1e-5])
     want = gate * (F.layer_norm(x, (48,), eps=1e-5) * (scale + 1.0) + shift)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "add_norm", "modulate", "sandwich"])
+@pytest.mark.parametrize("ratio", [0.0, 1000.0], ids=["centred", "mean"])
+def test_written_out_it_is_the_same(name, ratio):
+    r = region(name, 96, "f64")
+    inputs, scalars = inputs_for(r, (4, 5), ratio=ratio), scalars_for(r)
+    for found, wanted in zip(program(r, written_out=True)(*inputs, *scalars), reference(r, inputs, scalars)):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11 * wanted.abs().max().item())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_written_out_no_number_stays_in_its_row(value):
+    r = region("layer_norm", 96, "f64")
+    inputs, scalars = inputs_for(r, (1, 3)), scalars_for(r)
+    inputs[0][0, 1, 7] = value
+    found, = program(r, written_out=True)(*inputs, *scalars)
+    wanted, = reference(r, inputs, scalars)
+    assert found[0, 1].isnan().all() and torch.equal(found.isnan(), wanted.isnan())
 
 
 @pytest.mark.parametrize("weighted", [False, True])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from norm_cases import TEXTS, exact, inputs_for, region, scalars_for
+from threads import GRAIN, InThreads
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ascend_ln_fuse.kernels import launch, self_check
@@ -73,6 +74,26 @@ def test_the_bound_is_the_projects():
         error, allowed, _ = self_check._worst(ours, low, true)
         assert (error <= allowed) is within
         assert allowed == pytest.approx((2 * own + unit).item())
+
+
+@pytest.mark.parametrize("at", [0, self_check.PIECE, 3 * self_check.PIECE - 7])
+def test_the_reference_error_is_that_of_all_pieces(at):
+    true = torch.linspace(1, 1.9, 3 * self_check.PIECE - 5, dtype=torch.float64)
+    low, step = true.float(), 2**-10
+    low[-1] += step
+    for excess, within in ((1.9, True), (2.1, False)):
+        ours = true.clone()
+        ours[at] += excess * step
+        error, allowed, own = self_check._worst(ours, low, true)
+        assert (error <= allowed) is within and error == pytest.approx(excess * step)
+        assert own == pytest.approx(step, rel=1e-3) and allowed == pytest.approx(2 * step, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_unit_in_the_last_place(dtype):
+    info = torch.finfo(dtype)
+    for x, unit in ((1.0, 1.0), (1.99, 1.0), (-2.0, 2.0), (0.75, 0.5), (0.0, info.smallest_normal)):
+        assert self_check._ulp(torch.tensor([x], dtype=torch.float64), info).item() == unit * info.eps
 
 
 # -- not a number, and infinities
@@ -217,6 +238,19 @@ def test_memory_does_not_grow_with_the_call(lane):
         found = compare(r, [x.expand(*outer, lane), w, b], [1e-5], [y.expand(*outer, lane)])
     assert found.within and found.of == outer[0] * 64
     assert 0 < seen.bytes <= self_check.BUDGET
+
+
+@pytest.mark.parametrize("name", sorted(TEXTS))
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+def test_it_takes_no_threads(name, dtype, monkeypatch):
+    """While kernels compile, waiting for a thread of every core takes longer than all that is computed."""
+    monkeypatch.setattr(self_check, "BUDGET", 2**24)
+    r, inputs, scalars = case(name, dtype, (60, 50), 400)
+    outputs = reference(r, inputs, scalars)
+    with InThreads() as threads:
+        found = compare(r, inputs, scalars, outputs)
+    assert found.within and found.rows * 400 > GRAIN
+    assert threads.seen > 20 and not threads.found
 
 
 def test_two_rows_at_least():
