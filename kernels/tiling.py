@@ -50,6 +50,10 @@ CUDA_SHORT_ROW_BYTES = 256
 #: row alone, neither padded nor of modulations that rows share: Wan's gated add -> LayerNorm -> modulate at
 #: D 1536, 100 MB: 101 us in 2 warps, 114 in 8; SD3.5's LayerNorm -> modulate at D 2432: 12.5 in 4, 15.4 in 8.
 CUDA_ROW_WARPS = 8
+#: CUDA: half-precision columns that a warp loads at once. Where the last round of CUDA_ROW_WARPS is left half
+#: empty, half of them take one round more (LayerNorm at D 5120, 8 MB: 6.5 us so, 7.3 otherwise; at D 7168
+#: RMSNorm 5.9 and 6.5, LayerNorm -> modulate 7.4 and 7.0).
+CUDA_ROUND = 256
 CUDA_MAX_COLS = 16384
 CUDA_MAX_WARPS = 16
 #: CUDA: from this many bytes on that a call moves for its rows, rows of CUDA_LONG_ROW_BYTES and more are read
@@ -58,7 +62,7 @@ CUDA_MAX_WARPS = 16
 #: Not LayerNorm -> modulate of one operand (D 4096, 256 MB: 137 so, 133 kept).
 CUDA_AGAIN_BYTES = 2**29
 CUDA_LONG_ROW_BYTES = 8192
-#: CUDA: a row that centres and fills at most 3/4 of a tile of more than this many columns is read again at
+#: CUDA: a half-precision row that centres and fills at most 3/4 of a tile of more than this many columns is read again at
 #: any size, in half the warps (gated add -> LayerNorm -> modulate at D 10240: 64 MB 69 us so, 94 kept in 16
 #: warps; 1 MB 4.8 and 4.4. LayerNorm at D 12288: 37.5 and 42.9. RMSNorm is as fast kept).
 CUDA_KEPT_COLS = 8192
@@ -197,9 +201,12 @@ def _cuda(region: NormRegion, structure: Structure, target: Target) -> tuple[Til
         each = _width_streaming(region, structure)
         twice = 2 * region.lane * each // CUDA_WARP_BYTES
         warps = max(cols * each // CUDA_WARP_BYTES, min(CUDA_ROW_WARPS, power(twice + 1) // 2))
+        if each == 2 and warps == CUDA_ROW_WARPS and \
+                region.lane % (CUDA_ROUND * warps) == CUDA_ROUND * warps // 2:
+            warps //= 2
     warps = max(1, min(CUDA_MAX_WARPS, warps))
     centred = any(line.op == "layer_norm" for line in region.norms)
-    if centred and cols > CUDA_KEPT_COLS and 4 * region.lane <= 3 * cols:
+    if centred and width == 2 and cols > CUDA_KEPT_COLS and 4 * region.lane <= 3 * cols:
         return (Tile(rows, cols, max(1, warps // 2), reads_again=True),)
     return (Tile(rows, cols, warps),)
 

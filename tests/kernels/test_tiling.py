@@ -126,6 +126,13 @@ def test_rows_that_fill_a_long_tile_badly_are_read_again_at_any_size():
         assert tiles("layer_norm", 6144, "bf16", (1, tokens), GPU)[0].num_warps == 8
 
 
+def test_warps_of_a_long_row_take_it_in_whole_rounds():
+    """Of 256 half-precision columns a warp."""
+    for lane, warps in ((4096, 8), (5120, 4), (6144, 8), (7168, 4), (8192, 8), (5128, 8)):
+        assert tiles("rms_norm", lane, "bf16", (1, 1000), GPU)[0].num_warps == warps
+    assert tiles("rms_norm", 5120, "f32", (1, 1000), GPU)[0].num_warps == 16
+
+
 def test_small_batches_use_all_cores():
     assert tiles("layer_norm", 128, "bf16", (2, 400), NPU)[0].rows < 96
     found = tiles("layer_norm", 128, "bf16", (2, 400), NPU)[0]
