@@ -79,7 +79,7 @@ def ascend_ln_fuse(gm: GraphModule, example_inputs, *,
     if chosen.inner == "eager" and kwargs.get("mode") == "reduce-overhead":
         del kwargs["mode"]
         chosen = replace(chosen, inner=_GRAPH_COMPILERS.get(_device_type(example_inputs), "eager"))
-    inner = _inner_compiler(chosen.inner)
+    inner = inner_compiler(chosen.inner)
     if chosen.inner == "inductor":
         kwargs = inductor_arguments(kwargs)
     if inner is None and kwargs:  # torch.compile(mode=...)
@@ -407,8 +407,12 @@ _TORCH = re.compile(r"[\\/]torch[\\/]")
 _RESUMED = re.compile(r"\A(?:torch_dynamo_resume_in_)+(\w+?)(?:_at_\d+)+\Z")
 
 
-def _inner_compiler(name: str) -> Callable | None:
-    """The Dynamo backend of that name; None for "eager", which needs none."""
+def inner_compiler(name: str) -> Callable | None:
+    """The Dynamo backend of that name; None for "eager", which needs none.
+
+    Raises:
+        ValueError: there is none; the message lists those that there are.
+    """
     if name == "eager":
         return None
     from torch._dynamo.backends.registry import list_backends, lookup_backend
@@ -451,7 +455,7 @@ def auto_fusion(model: torch.nn.Module, *, dynamic: bool | None = None, fullgrap
     from torch._dynamo import trace_rules
 
     chosen = parse_options(options, also=("dynamic", "fullgraph"))
-    _inner_compiler(chosen.inner)
+    inner_compiler(chosen.inner)
     given = {"backend": "ascend_ln_fuse", "dynamic": dynamic, "fullgraph": fullgraph,
              "options": {name: getattr(chosen, name) for name in options}}
     if trace_rules.check(model.forward):
