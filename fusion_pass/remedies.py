@@ -3,6 +3,9 @@ is known to help."""
 
 from __future__ import annotations
 
+#: Stands between reasons that hold at once.
+ALSO = "; also: "
+
 #: Of a stream (streams.py): what the pass would do, but that it must not change what others see.
 _CONTIGUOUS = "`.contiguous()` behind the view with which it begins"
 
@@ -51,5 +54,6 @@ REMEDIES = {
 
 
 def remedy(reason: str) -> str:
-    """What helps against `reason`; "" where nothing is known to."""
-    return next((helps for start, helps in REMEDIES.items() if reason.startswith(start)), "")
+    """What helps against `reason`, or against each of several; "" where nothing is known to."""
+    return "; ".join(dict.fromkeys(helps for one in reason.split(ALSO)
+                                   for start, helps in REMEDIES.items() if one.startswith(start)))
