@@ -29,7 +29,7 @@ from torch.fx import Graph, Node
 from .across import walks
 from .channels_last import CONVOLUTIONS, Patches, patches_of
 from .effects import effects_of, give_value, is_idle_dropout, is_plain, storages, tensors_of, value_of
-from .graph import Lens, again_on_fakes, hint, quietly, same, same_shape, tensor_bytes
+from .graph import Lens, again_on_fakes, hint, quietly, same, same_shape, source_line, tensor_bytes
 from .kernels.pointwise import POINTWISE
 from .kinds import REGROUPING_VIEWS, STRIDE_FREE_VIEWS, base_name, ignores_layout, kind
 from .lifetimes import Lifetimes
@@ -77,25 +77,34 @@ def _note(streams: list[Stream], what: str) -> str:
 
 
 def _notes_of_left(left: Iterable[Left]) -> tuple[str, ...]:
-    """A line a reason, with the place of the first stream that is left for it."""
-    places: dict[str, list[str]] = {}
+    """A line a reason, with the places of the first stream that is left for it."""
+    groups: dict[str, list[Left]] = {}
     for one in left:
-        places.setdefault(one.why.reason, []).append(one.where)
+        groups.setdefault(one.reason, []).append(one)
     notes = []
-    for reason, (first, *others) in places.items():
-        which = f"the stream that begins at {first} lies across memory and is left so" if not others else \
-            f"{len(others) + 1} streams that lie across memory are left so (the first begins at {first})"
-        helps = remedy(reason)
-        notes.append(f"{which}: {reason}" + (f"; what helps: {helps}" if helps else ""))
+    for reason, (first, *others) in groups.items():
+        which = f"the stream that begins at {first.where} lies across memory and is left so" if not others \
+            else f"{len(others) + 1} streams that lie across memory are left so (the first begins at " \
+                 f"{first.where})"
+        cause = f" ({first.cause})" if first.cause else ""
+        helps = f"; what helps: {remedy(reason)}" if remedy(reason) else ""
+        notes.append(f"{which}: {reason}{cause}{helps}")
     return tuple(notes)
 
 
 @dataclass(frozen=True)
 class Left:
-    """A stream that lies across memory and is left so: where it begins, and why."""
+    """A stream that lies across memory and is left so.
+
+    Attributes:
+        where: it begins.
+        reason: why it is left.
+        cause: the place of what caused that, where that has one, and is not where it begins.
+    """
 
     where: str
-    why: Decline
+    reason: str
+    cause: str
 
 
 def streams_across(graph: Graph) -> tuple[list[Stream], list[Left]]:
@@ -146,7 +155,9 @@ def _left(lens: Lens, declined: Mapping[Node, Decline], known: Collection[Node],
     read = {norm.value for norm in norms() if norm.value in begins and
             not same(value_of(norm.value).stride(_lane(norm)), 1)}
     counts = Counter(begins[value] for value in read)
-    return [Left(lens.where(source), why) for source, why in declined.items() if counts[source] > 1]
+    return [Left(lens.where(source), why.reason,
+                 lens.where(why.node) if why.node is not source and source_line(why.node) else "")
+            for source, why in declined.items() if counts[source] > 1]
 
 
 class Stream:

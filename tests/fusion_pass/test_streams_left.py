@@ -39,7 +39,7 @@ def reason(f, *inputs, grad=False):
         return ""
     note, = notes
     found = re.fullmatch(r"the stream that begins at \w+\.py:\d+ lies across memory and is left so: "
-                         r"(.*?)(?:; what helps: (.*))?", note)
+                         r"(.*?)(?: \((?:[\w.]+, )?\w+\.py:\d+\))?(?:; what helps: (.*))?", note)
     assert found and (found[2] or "") == remedy(found[1]), note
     return found[1]
 
@@ -77,6 +77,13 @@ def test_what_is_done_between(between, why, monkeypatch):
 @pytest.mark.parametrize("behind", [lambda x: x, lambda x: (F.layer_norm(x, (WIDTH,)), x[:, :1])])
 def test_what_is_returned(behind):
     assert reason(model(behind=behind), video()) == "it is returned, and would be with other strides"
+
+
+def test_the_place_of_the_cause():
+    """In a large model there are many convolutions."""
+    note, = notes_of(model(image), video())
+    line = image.__code__.co_firstlineno + 1
+    assert re.search(rf"{DEPENDS}conv2d \([\w.]+CONV, {HERE}:{line}\); what helps", note), note
 
 
 def blocks(hidden):
