@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+#: A ratio of two times over this counts as level: a convention, for how far a row repeats was not measured.
+LEVEL = 0.98
+
 
 def capture(call: Callable, sets: Sequence[Sequence]) -> torch.cuda.CUDAGraph:
     """A CUDA graph of one call for each set of arguments."""

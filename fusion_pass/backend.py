@@ -9,6 +9,7 @@ import threading
 import time
 import types
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -79,7 +80,7 @@ def ascend_ln_fuse(gm: GraphModule, example_inputs, *,
     if chosen.inner == "eager" and kwargs.get("mode") == "reduce-overhead":
         del kwargs["mode"]
         chosen = replace(chosen, inner=_GRAPH_COMPILERS.get(_device_type(example_inputs), "eager"))
-    inner = _inner_compiler(chosen.inner)
+    inner = inner_compiler(chosen.inner)
     if chosen.inner == "inductor":
         kwargs = inductor_arguments(kwargs)
     if inner is None and kwargs:  # torch.compile(mode=...)
@@ -340,8 +341,9 @@ def _nested(graph: Graph) -> list[SiteReport]:
 
 def _fused(lens: Lens, site: Site, part: Site, call, behind, ways, outcome) -> SiteReport:
     """The report of `part`, which is `site` itself or one of those that share its launch."""
-    others = [_name_beside(part, other) for other in site.parts if other is not part]
-    notes = [f"one launch with {', '.join(others)}"] if others else []
+    others = Counter(_name_beside(part, other) for other in site.parts if other is not part)
+    words = [name if times == 1 else f"{name} x{times}" for name, times in others.items()]
+    notes = [f"shares one kernel launch with {', '.join(words)}"] if others else []
     notes += [f"reads a contiguous copy of its input: {why_not(value_of(node))}" for node in part.copied]
     return SiteReport(
         status="fused", pattern=part.pattern, where=lens.where(part.anchor), node=part.anchor.name,
@@ -356,13 +358,16 @@ def _fused(lens: Lens, site: Site, part: Site, call, behind, ways, outcome) -> S
 
 def _name_beside(part: Site, other: Site) -> str:
     """What the report of `part` calls `other`, which is in its launch."""
-    line = source_line(other.anchor)
-    if other.norms[0].op:
-        # The last word of a path: a name that is the same in every layer keeps layers in one row.
-        return module_path(other.anchor).rpartition(".")[2] or line
-    # q's rotary embedding and k's are of one module.
-    return line if line != source_line(part.anchor) else "the other one of this line" if line else \
-        other.anchor.name
+    is_norm, line = bool(other.norms[0].op), source_line(other.anchor)
+    path = module_path(other.anchor) if is_norm else ""  # q's rotary embedding and k's are of one module
+    if path and path != module_path(part.anchor):
+        # The last word: a name that is the same in every layer keeps layers in one row.
+        return path.rpartition(".")[2]
+    what = "norm" if is_norm else "rotary embedding"
+    if not line:
+        return f"the {what} {other.anchor.name}"
+    return f"the {what} at {line}" if line != source_line(part.anchor) else \
+        f"the other {what} on this source line"
 
 
 def _declined(lens: Lens, node, decline: Decline, norm=None, pattern: str = ""):
@@ -407,8 +412,12 @@ _TORCH = re.compile(r"[\\/]torch[\\/]")
 _RESUMED = re.compile(r"\A(?:torch_dynamo_resume_in_)+(\w+?)(?:_at_\d+)+\Z")
 
 
-def _inner_compiler(name: str) -> Callable | None:
-    """The Dynamo backend of that name; None for "eager", which needs none."""
+def inner_compiler(name: str) -> Callable | None:
+    """The Dynamo backend of that name; None for "eager", which needs none.
+
+    Raises:
+        ValueError: there is none; the message lists those that there are.
+    """
     if name == "eager":
         return None
     from torch._dynamo.backends.registry import list_backends, lookup_backend
@@ -451,7 +460,7 @@ def auto_fusion(model: torch.nn.Module, *, dynamic: bool | None = None, fullgrap
     from torch._dynamo import trace_rules
 
     chosen = parse_options(options, also=("dynamic", "fullgraph"))
-    _inner_compiler(chosen.inner)
+    inner_compiler(chosen.inner)
     given = {"backend": "ascend_ln_fuse", "dynamic": dynamic, "fullgraph": fullgraph,
              "options": {name: getattr(chosen, name) for name in options}}
     if trace_rules.check(model.forward):

@@ -18,12 +18,15 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from . import __version__
 from .errors import UserError
+
+if TYPE_CHECKING:
+    from .options import Options
 
 TARGET_HELP = """FILE:FUNCTION names a function in a Python file. It takes no arguments and returns
 (model, inputs): a torch.nn.Module (or a function), and a tensor, a tuple of positional arguments or a
@@ -85,6 +88,29 @@ def _soc(ctx: click.Context, param: click.Parameter, value: str) -> str:
 _soc_option = click.option(
     "--soc", default="Ascend910B3", show_default=True, callback=_soc, metavar="NAME",
     help="The NPU: Ascend910B1 to B4, Ascend910_93xx, Ascend950PR_xxxx, or A2, A3, A5.")
+
+
+def _options(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> Options:
+    """The backend's options of words like `streams=keep`."""
+    from .backend import inner_compiler
+    from .options import RUN_AS_WRITTEN, parse_options
+
+    pairs = [word.partition("=") for word in given]
+    for word, (name, sign, _) in zip(given, pairs, strict=True):
+        if not name or not sign:
+            raise click.BadParameter(f"{word!r} is not NAME=VALUE, as in streams=keep")
+    try:
+        options = parse_options({name: value for name, _, value in pairs})
+        if options.inner not in RUN_AS_WRITTEN:  # of these, npugraphs is there where torch_npu is
+            inner_compiler(options.inner)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+    return options
+
+
+_options_option = click.option(
+    "-o", "--option", "options", multiple=True, callback=_options, metavar="NAME=VALUE",
+    help="An option of the backend, as in streams=keep. Can be given again for another one.")
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 _grad_option = click.option("--grad", is_flag=True, help="Trace with gradients on, as in training.")
 
@@ -93,9 +119,10 @@ _grad_option = click.option("--grad", is_flag=True, help="Trace with gradients o
 @click.argument("target", metavar="FILE:FUNCTION")
 @_soc_option
 @click.option("--full", is_flag=True, help="Add the region and the kernel source of each site.")
+@_options_option
 @_grad_option
 @_json_option
-def explain(target: str, soc: str, full: bool, grad: bool, as_json: bool) -> None:
+def explain(target: str, soc: str, full: bool, options: Options, grad: bool, as_json: bool) -> None:
     """Say what the backend would fuse in a model, and why not the rest.
 
     Traces the model with fake tensors on a fake device "npu": no NPU, no weights, no compilers.
@@ -103,7 +130,7 @@ def explain(target: str, soc: str, full: bool, grad: bool, as_json: bool) -> Non
     """
     from .screens import show_reports
 
-    reports = _reports(target, soc, grad)
+    reports = _reports(target, soc, options, grad)
     if as_json:
         _print_json({"target": target, "soc": soc, "reports": [*map(_plain, reports)]})
     else:
@@ -118,9 +145,11 @@ def explain(target: str, soc: str, full: bool, grad: bool, as_json: bool) -> Non
                    "PyTorch in float64 (A2 and A3).")
 @click.option("--jobs", type=click.IntRange(1), default=os.cpu_count() or 1, show_default=True,
               help="Compilations at a time.")
+@_options_option
 @_grad_option
 @_json_option
-def check(target: str, soc: str, verify: bool, jobs: int, grad: bool, as_json: bool) -> None:
+def check(target: str, soc: str, verify: bool, jobs: int, options: Options, grad: bool,
+          as_json: bool) -> None:
     """Compile every kernel that a model would launch, with the official compilers.
 
     Needs triton-ascend and ascendnpu-ir from PyPI (pip install '.[ascend-check]' in the repository);
@@ -134,7 +163,7 @@ def check(target: str, soc: str, verify: bool, jobs: int, grad: bool, as_json: b
     if verify and not can_run(soc):
         raise Failure(f"--verify: the interpreter knows A2 and A3, not {soc}; leave --verify out")
     _require_temporary_directory()
-    reports = _reports(target, soc, grad)
+    reports = _reports(target, soc, options, grad)
     # Norms that share a launch share the call.
     calls = {id(call): call for r in reports if r.error is None
              for site in r.entries for call in (site.call, *site.calls_behind) if call is not None}
@@ -153,9 +182,10 @@ def check(target: str, soc: str, verify: bool, jobs: int, grad: bool, as_json: b
 @main.command()
 @click.argument("target", metavar="FILE:FUNCTION")
 @click.option("--device", metavar="NAME", help="Where to run, such as cuda:1; by default the accelerator.")
+@_options_option
 @_grad_option
 @_json_option
-def tune(target: str, device: str | None, grad: bool, as_json: bool) -> None:
+def tune(target: str, device: str | None, options: Options, grad: bool, as_json: bool) -> None:
     """Compile and measure a model's kernels ahead, on this machine's accelerator.
 
     Runs the model that FILE:FUNCTION returns, with its weights, on its inputs, and keeps what was measured
@@ -169,7 +199,8 @@ def tune(target: str, device: str | None, grad: bool, as_json: bool) -> None:
 
     chosen = device_for_tuning(device)
     with contextlib.redirect_stdout(sys.stderr), _progress("graphs") as step:
-        tuned = run(load_example(target, empty=False), chosen, grad=grad, progress=_counted(step))
+        tuned = run(load_example(target, empty=False), chosen, grad=grad, options=options,
+                    progress=_counted(step))
     if as_json:
         _print_json({"target": target, **tuned.to_dict()})
     else:
@@ -216,14 +247,14 @@ def _require_temporary_directory() -> None:
                       f"{error.strerror}; set TMPDIR to a directory that can be written in") from None
 
 
-def _reports(target: str, soc: str, grad: bool) -> list:
+def _reports(target: str, soc: str, options: Options, grad: bool) -> list:
     """The reports of the model that `target` names, for kernels of `soc`."""
     from .loading import load_example
     from .trace import ensure_npu, trace
 
     with contextlib.redirect_stdout(sys.stderr), _progress("tracing") as step:
         ensure_npu()
-        reports = trace(load_example(target), grad=grad, progress=_counted(step))
+        reports = trace(load_example(target), options, grad=grad, progress=_counted(step))
     return [_for_soc(report, soc) for report in reports]
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -68,6 +69,11 @@ def tensors_of(value) -> Iterator[torch.Tensor]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from tensors_of(item)
+
+
+def is_plain(fake: torch.Tensor | None) -> bool:
+    """Whether the values of a fake are what lies in its memory, and no gradient of it is recorded."""
+    return isinstance(fake, FakeTensor) and not (fake.is_conj() or fake.is_neg() or fake.requires_grad)
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:

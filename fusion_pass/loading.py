@@ -23,6 +23,9 @@ import torch
 
 from .errors import UserError
 
+#: Ends the message on a FILE that is none.
+_WANTED = "FILE of FILE:FUNCTION is the path of one that ends in .py, as in model.py:build"
+
 
 class LoadError(UserError):
     """What FILE:FUNCTION names cannot be used."""
@@ -69,9 +72,9 @@ def describe(error: BaseException, file: str | None = None) -> str:
 
 def _module(path: Path):
     if not path.is_file():
-        raise LoadError(f"no such file: {path}")
+        raise LoadError(f"no such file: {path}; {_WANTED}")
     if path.suffix != ".py":
-        raise LoadError(f"{path} is no Python file")
+        raise LoadError(f"{path} is no Python file; {_WANTED}")
     name, root = _dotted_name(path.resolve())
     sys.path.insert(0, str(root))  # as if it were run as a script, or with `python -m`
     try:

@@ -42,14 +42,14 @@ _ATTENTION = "scaled_dot_product_attention"
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
-def without_needless_masks(graph: Graph) -> tuple[Graph, str]:
-    """A copy of `graph` without them, and words for the report; `graph` itself and "" where it has none."""
+def without_needless_masks(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
+    """A copy of `graph` without them, and notes for the report; `graph` itself and () where it has none."""
     found = needless_masks(graph)
     if not found:
-        return graph, ""
+        return graph, ()
     copied, env = copy_graph(graph)
     _drop(copied, {env[node]: meaning for node, meaning in found.items()})
-    return copied, _words(found)
+    return copied, (_words(found),)
 
 
 def needless_masks(graph: Graph) -> dict[Node, str]:

@@ -16,11 +16,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_map_only
 
-from .effects import WORLD, effects_of, give_value, storage_key, storages_of, tensors_of, value_of
+from .effects import WORLD, effects_of, give_value, is_plain, storage_key, storages_of, tensors_of, value_of
 from .graph import Lens, quietly, same, same_shape
 from .kinds import kind
 from .lifetimes import Lifetimes
@@ -28,16 +27,16 @@ from .patterns.rotary import joined
 from .rewrite import copy_graph, erase_unread
 
 
-def without_needless_cats(graph: Graph) -> tuple[Graph, str]:
-    """A copy of `graph` without them, and words for the report; `graph` itself and "" where it has none."""
+def without_needless_cats(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
+    """A copy of `graph` without them, and notes for the report; `graph` itself and () where it has none."""
     found = needless_cats(graph)
     if not found:
-        return graph, ""
+        return graph, ()
     copied, env = copy_graph(graph)
     erase_unread(copied, _replace(graph, found, env), _is_pure)
     which = "1 cat of all pieces of a tensor is" if len(found) == 1 else \
         f"{len(found)} cats of all pieces of a tensor are"
-    return copied, f"{which} not made: the tensor itself is read"
+    return copied, (f"{which} not made: the tensor itself is read",)
 
 
 def needless_cats(graph: Graph) -> dict[Node, Node]:
@@ -61,12 +60,12 @@ def _source(lens: Lens, cat: Node) -> Node | None:
     """The tensor, somewhere above the first part of a cat, all of whose pieces the cat joins."""
     parts, dim = joined(cat)
     result, pieces = lens.tensor(cat), [lens.tensor(part) for part in parts]
-    if not _is_plain(result) or not isinstance(dim, int) or not all(map(_is_plain, pieces)):
+    if not is_plain(result) or not isinstance(dim, int) or not all(map(is_plain, pieces)):
         return None
     above = parts[0]
     while above is not None:
         whole = lens.tensor(above)
-        if _is_plain(whole) and _are_pieces(pieces, whole, result, dim):
+        if is_plain(whole) and _are_pieces(pieces, whole, result, dim):
             near = lens.segment[above] == lens.segment[cat] and cat not in lens.transformed
             return above if near else None
         keys = lens.storages(above)
@@ -97,11 +96,6 @@ def _are_pieces(pieces: Sequence[torch.Tensor], whole: torch.Tensor, result: tor
                 return False
         start += piece.shape[dim]
     return same(start, whole.shape[dim])
-
-
-def _is_plain(fake: torch.Tensor | None) -> bool:
-    """Whether the values of a fake are what lies in its memory, and no gradient of it is recorded."""
-    return isinstance(fake, FakeTensor) and not (fake.is_conj() or fake.is_neg() or fake.requires_grad)
 
 
 class _Memory(Lifetimes):
@@ -136,7 +130,7 @@ class _Memory(Lifetimes):
 
 def _can_move(view: torch.Tensor, whole: torch.Tensor) -> bool:
     """Whether a fake that may be a view of `whole` can be made as one of another tensor (`_replace`)."""
-    return storage_key(view) != storage_key(whole) or (_is_plain(view) and view.dtype == whole.dtype)
+    return storage_key(view) != storage_key(whole) or (is_plain(view) and view.dtype == whole.dtype)
 
 
 def _replace(graph: Graph, found: Mapping[Node, Node], env: dict[Node, Node]) -> list[Node]:

@@ -40,6 +40,12 @@ _USERS = ("aclnnInplaceCopy", "aclnnContiguous", "aclnnCast")
 OURS = "aln_"
 
 
+#: End the messages on files that are none.
+_WANTED = "CSV is kernel_details.csv of torch_npu.profiler, op_summary_*.csv of msprof, or a folder that " \
+          "holds one of them"
+_WANTED_REPORT = "wanted is what FusionReport.to_json() or `ascend-ln-fuse explain --json` gives"
+
+
 class ProfileError(UserError):
     """A file is no profile; the message says what is wrong with it."""
 
@@ -194,7 +200,7 @@ def read_launches(path: Path) -> list[Launch]:
     Raises:
         ProfileError: it is not readable as UTF-8, UTF-16 or GBK, has no column with kernel names, or no row.
     """
-    delimiter, text = _table(_text(path))
+    delimiter, text = _table(_text(path, _WANTED))
     try:
         with _long_cells():
             rows = list(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter))
@@ -249,7 +255,7 @@ def _places(header: list[str], path: Path) -> dict[str, int | None]:
               for key, names in _COLUMNS.items()}
     if places["name"] is None:
         raise ProfileError(f"{path} has no column 'Name' or 'Op Name'; it has "
-                           f"{', '.join(header[:12])}{', ...' if len(header) > 12 else ''}")
+                           f"{', '.join(header[:12])}{', ...' if len(header) > 12 else ''}; {_WANTED}")
     return places
 
 
@@ -260,12 +266,13 @@ def _number(text: str) -> float:
         return 0.0
 
 
-def _text(path: Path) -> str:
-    """Raises ProfileError where it is none, or cannot be read."""
+def _text(path: Path, wanted: str) -> str:
+    """What a file holds. Raises ProfileError where it is no text, or cannot be read; where there is none,
+    with `wanted`, which says what the file should be."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        raise ProfileError(f"no such file: {path}") from None
+        raise ProfileError(f"no such file: {path}; {wanted}") from None
     except OSError as error:
         raise ProfileError(f"{path} cannot be read: {error.strerror}") from None
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -287,21 +294,20 @@ def read_reports(path: Path) -> list[FusionReport]:
     Raises:
         ProfileError: no such file, no JSON, or JSON of something else.
     """
-    text = _text(Path(path))
+    text = _text(Path(path), _WANTED_REPORT)
     if not text.strip():
         raise ProfileError(f"{path} is empty")
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ProfileError(f"{path} is no JSON: {error}") from None
+        raise ProfileError(f"{path} is no JSON: {error}; {_WANTED_REPORT}") from None
     if isinstance(data, dict) and "reports" in data:
         data = data["reports"]
     reports = data if isinstance(data, list) else [data]
     if not reports:
         raise ProfileError(f"{path} holds no report")
     if not all(isinstance(one, dict) and isinstance(one.get("sites"), list) for one in reports):
-        raise ProfileError(f"{path} is no report: wanted is what FusionReport.to_json() or "
-                           "`ascend-ln-fuse explain --json` gives")
+        raise ProfileError(f"{path} is no report; {_WANTED_REPORT}")
     try:
         found = [FusionReport.from_dict(one) for one in reports]
     except (TypeError, ValueError, AttributeError) as error:

@@ -1,9 +1,16 @@
-"""What a person can do about a norm that is declined, where something is known to help."""
+"""What a person can do about a norm that is declined, or a stream that is left across memory, where something
+is known to help."""
 
 from __future__ import annotations
 
-#: How a reason of the report begins -> what helps, in half a sentence (Markdown). The table of reasons in
-#: docs/fusions.md has the same words; a test compares them. A remedy that gives other numbers says so.
+#: Stands between reasons that hold at once.
+ALSO = "; also: "
+
+#: Of a stream (streams.py): what the pass would do, but that it must not change what others see.
+_CONTIGUOUS = "`.contiguous()` behind the view with which it begins"
+
+#: How a reason of the report begins -> what helps, in half a sentence (Markdown). The tables of reasons in
+#: docs/fusions.md have the same words; a test compares them. A remedy that gives other numbers says so.
 REMEDIES = {
     "the normalised dim is not the innermost in memory":
         "channels_last memory, where the convolution in front returns it; normalise before the transpose",
@@ -35,11 +42,18 @@ REMEDIES = {
     "left to the inner compiler, which is as fast without it, or faster": '`inner_choice="fuse"`',
     "left to the inner compiler: which is faster was not measured":
         '`torch.no_grad()`, or `inner_choice="fuse"`',
+    "gradients are recorded of it": "`torch.no_grad()`",
+    "it is returned, and would be with other strides": _CONTIGUOUS,
+    "its layout may matter to what reads it": _CONTIGUOUS,
+    "it begins as a view of an input or a parameter": _CONTIGUOUS,
+    "what it begins as a view of is read later too, or returned": _CONTIGUOUS,
+    "its memory may be written later": _CONTIGUOUS,
     "gradients are recorded here, and the option training is 'decline'":
         '`torch.no_grad()`, or `training="fuse"`',
 }
 
 
 def remedy(reason: str) -> str:
-    """What helps against `reason`; "" where nothing is known to."""
-    return next((helps for start, helps in REMEDIES.items() if reason.startswith(start)), "")
+    """What helps against `reason`, or against each of several; "" where nothing is known to."""
+    return "; ".join(dict.fromkeys(helps for one in reason.split(ALSO)
+                                   for start, helps in REMEDIES.items() if one.startswith(start)))

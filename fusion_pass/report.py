@@ -127,7 +127,7 @@ class FusionReport:
     sites: tuple[SiteReport, ...] = ()
     error: str | None = None  # why the pass failed; the original graph runs then
     seconds: float = 0.0  # time spent in the pass; not told where it is nan
-    notes: tuple[str, ...] = ()  # what else was done to the graph
+    notes: tuple[str, ...] = ()  # what else was done to the graph, or why not
     choice: str = ""  # in front of a compiler that fuses on its own: which form of the graph runs, and why
     rotary: tuple[SiteReport, ...] = ()  # rotary embeddings, fused by themselves or declined
 

@@ -14,13 +14,13 @@ SIMPLIFY = "simplify"
 
 def simplified(graph: Graph, options: Options) -> tuple[Graph, tuple[str, ...]]:
     """A copy of `graph`, whose nodes carry fakes, without what the options say to leave out, and notes for
-    the report; `graph` itself and () where it has nothing of that."""
+    the report; `graph` itself where it has nothing of that."""
     steps = [(options.masks, without_needless_masks), (options.cats, without_needless_cats)]
     if options.inner in RUN_AS_WRITTEN:  # others choose layouts themselves
         steps.append((options.streams, without_streams_across))
     notes = []
     for wanted, without in steps:
         if wanted == SIMPLIFY:
-            graph, note = without(graph)
-            notes += [note] if note else []
+            graph, said = without(graph)
+            notes += said
     return graph, tuple(notes)

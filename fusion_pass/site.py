@@ -20,6 +20,7 @@ from .kernels.pointwise import POINTWISE
 from .kernels.reference import DTYPE_WORDS
 from .kernels.region import Line, NormRegion, Operand, Output, dense_strides
 from .kinds import REGROUPING_VIEWS, STRIDE_FREE_VIEWS
+from .remedies import ALSO
 from .updates import without_inplace
 from .views import Step, replay
 
@@ -33,6 +34,11 @@ class Decline(Exception):
     def __init__(self, reason: str, node: Node | None = None):
         super().__init__(reason)
         self.reason, self.node = reason, node
+
+    def __add__(self, other: Decline) -> Decline:
+        """Both reasons, which hold at once, at the node of the first."""
+        reasons = dict.fromkeys((*self.reason.split(ALSO), *other.reason.split(ALSO)))
+        return Decline(ALSO.join(reasons), self.node)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,10 @@ it has been copied: there is no more memory in use than in eager, which has a co
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
 from heapq import heappop, heappush
 
 import torch
@@ -25,12 +28,13 @@ from torch.fx import Graph, Node
 
 from .across import walks
 from .channels_last import CONVOLUTIONS, Patches, patches_of
-from .effects import effects_of, give_value, is_idle_dropout, storages, tensors_of, value_of
-from .graph import Lens, again_on_fakes, hint, quietly, same, same_shape, tensor_bytes
+from .effects import effects_of, give_value, is_idle_dropout, is_plain, storages, tensors_of, value_of
+from .graph import Lens, again_on_fakes, hint, quietly, same, same_shape, source_line, tensor_bytes
 from .kernels.pointwise import POINTWISE
 from .kinds import REGROUPING_VIEWS, STRIDE_FREE_VIEWS, base_name, ignores_layout, kind
 from .lifetimes import Lifetimes
 from .patterns import find_norms
+from .remedies import remedy
 from .rewrite import copy_graph
 from .site import NUMBERS, Decline, Norm, layout_order
 
@@ -47,18 +51,20 @@ _INDIFFERENT = _POINTWISE | _SUMS | _VIEWS | \
 Look = Callable[[Node], object]
 
 
-def without_streams_across(graph: Graph) -> tuple[Graph, str]:
-    """A copy of `graph` in which streams that lie across memory are copied where they begin, and words for
-    the report; `graph` itself and "" where it has none."""
-    found = streams_across(graph)
+def without_streams_across(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
+    """A copy of `graph` in which streams that lie across memory are copied where they begin, and notes for
+    the report, also on those that stay as they are; `graph` itself where none is copied."""
+    found, left = streams_across(graph)
+    notes = _notes_of_left(left)
     if not found:
-        return graph, ""
+        return graph, notes
     copied, env = copy_graph(graph)
     for stream in found:
         _lay_out(copied, stream, env)
-    return copied, "; ".join(filter(None, (
+    note = "; ".join(filter(None, (
         _note([stream for stream in found if not stream.patches], "copied where"),
         _note([stream for stream in found if stream.patches], "laid out by the convolution with which"))))
+    return copied, (note, *notes)
 
 
 def _note(streams: list[Stream], what: str) -> str:
@@ -70,30 +76,88 @@ def _note(streams: list[Stream], what: str) -> str:
     return which + (f": {norms} norm{' reads' if norms == 1 else 's read'} rows" if norms else "")
 
 
-def streams_across(graph: Graph) -> list[Stream]:
-    """The streams of a graph, whose nodes carry fakes, that are worth a copy, in order."""
+def _notes_of_left(left: Iterable[Left]) -> tuple[str, ...]:
+    """A line a reason, with the places of the first stream that is left for it."""
+    groups: dict[str, list[Left]] = {}
+    for one in left:
+        groups.setdefault(one.reason, []).append(one)
+    notes = []
+    for reason, (first, *others) in groups.items():
+        which = f"the stream that begins at {first.where} lies across memory and is left so" if not others \
+            else f"{len(others) + 1} streams that lie across memory are left so (the first begins at " \
+                 f"{first.where})"
+        cause = f" ({first.cause})" if first.cause else ""
+        helps = f"; what helps: {remedy(reason)}" if remedy(reason) else ""
+        notes.append(f"{which}: {reason}{cause}{helps}")
+    return tuple(notes)
+
+
+@dataclass(frozen=True)
+class Left:
+    """A stream that lies across memory and is left so.
+
+    Attributes:
+        where: it begins.
+        reason: why it is left.
+        cause: the place of what caused that, where that has one, and is not where it begins.
+    """
+
+    where: str
+    reason: str
+    cause: str
+
+
+def streams_across(graph: Graph) -> tuple[list[Stream], list[Left]]:
+    """The streams of a graph, whose nodes carry fakes, that are worth a copy, in order; and those that are
+    left though norms read several of their values across memory."""
     if not any(base_name(node) in CONVOLUTIONS or (kind(node) in _SUMS and any(
             _is_across(value_of(arg)) for arg in node.all_input_nodes)) for node in graph.nodes):
-        return []
+        return [], []
     sources = [node for node in graph.nodes if _starts_across(node)]
     if not sources:
-        return []
+        return [], []
     lens = Lens(graph)
     lifetimes = Lifetimes(lens)
-    norms: list[Norm] | None = None
+    norms = cache(lambda: [found.norm for found in find_norms(lens)[0]])  # takes longer than all else here
     known: dict[Node, object] = {}
-    streams = []
+    streams, declined = [], {}
     for source in sources:
-        if not _is_own(lens, lifetimes, source):
-            continue
-        stream = Stream(source, known)
-        if stream.flows(lens) and _dies(lens, lifetimes, stream) and stream.may_serve(lens):
-            if norms is None:  # to find them takes longer than all else here
-                norms = [found.norm for found in find_norms(lens)[0]]
-            if stream.serves(norms):
+        try:
+            _check_memory(lens, lifetimes, source)
+            stream = Stream(source, known)
+            stream.flow(lens)
+            _check_owner(lens, lifetimes, stream)
+            if stream.may_serve(lens):
+                stream.serve(norms())
                 streams.append(stream)
                 known = {**known, **stream.values}
-    return streams
+        except Decline as why:
+            declined[source] = why
+    return streams, _left(lens, declined, known, norms)
+
+
+def _left(lens: Lens, declined: Mapping[Node, Decline], known: Collection[Node],
+          norms: Callable[[], Collection[Norm]]) -> list[Left]:
+    """Those of the `declined`, by the views they begin with, that a reader of the report would look for:
+    norms read at least two values of the stream across memory. (One norm of a view says by itself what it
+    reads.) `known`: what lies across in this graph, and will not."""
+    begins: dict[Node, Node] = {}  # a value that lies across -> the first stream that it is of
+    for source in declined:
+        waiting = [source]
+        while waiting:
+            value = waiting.pop()
+            if value in begins or value in known or not _is_across(value_of(value)):
+                continue
+            begins[value] = source
+            waiting += value.users
+    if not any(kind(reader) in _SUMS for value in begins for reader in value.users):
+        return []
+    read = {norm.value for norm in norms() if norm.value in begins and
+            not same(value_of(norm.value).stride(_lane(norm)), 1)}
+    counts = Counter(begins[value] for value in read)
+    return [Left(lens.where(source), why.reason,
+                 lens.where(why.node) if why.node is not source and source_line(why.node) else "")
+            for source, why in declined.items() if counts[source] > 1]
 
 
 class Stream:
@@ -125,9 +189,13 @@ class Stream:
         """What `node` yields with it."""
         return self.values[node] if node in self.values else self.was(node)
 
-    def flows(self, lens: Lens) -> bool:
-        """Fill in `values`. False where one of them is read by what may not be indifferent to its layout, or
-        would need memory that it does not need in the graph as it came."""
+    def flow(self, lens: Lens) -> None:
+        """Fill in `values`.
+
+        Raises:
+            Decline: one of them is read by what may not be indifferent to its layout, or would need memory
+                that it does not need in the graph as it came.
+        """
         waiting, met = [], set()
 
         def go_on(node: Node) -> None:
@@ -140,21 +208,20 @@ class Stream:
             node = lens.nodes[heappop(waiting)]
             if ignores_layout(node):
                 continue
-            if not _is_indifferent(lens, node):
-                return False
+            _check_reader(lens, node)
             was, now = self.was(node), self._run(node)
             before, after = list(tensors_of(was)), list(tensors_of(now))
             if len(before) != len(after) or not all(map(_are_alike, before, after)):
-                return False
+                raise Decline(f"not known to do the same in another layout: {_name(node)}", node)
             read = [arg for arg in node.all_input_nodes if arg in self.values]
             was_view = is_idle_dropout(node) or _share(was, map(self.was, read))
             is_view = _share(now, map(self.now, read))
             if was_view != is_view and not (is_view and _is_whole(now)):
-                return False  # a copy more, or a small view that keeps what it is a view of
+                # A copy more, or a small view that keeps what it is a view of.
+                raise Decline(f"laid out, it would take memory elsewhere: {_name(node)}", node)
             if is_view or not all(map(_lie_alike, before, after)) or not _is_settled(node, after):
                 self.values[node] = now
                 go_on(node)
-        return True
 
     def _run(self, node: Node):
         """What `node` yields of what its arguments yield with the copy; None where it fails."""
@@ -172,16 +239,21 @@ class Stream:
             kind(reader) in _SUMS | _POINTWISE for value in self.values
             if any(map(_is_across, tensors_of(self.was(value)))) for reader in value.users)
 
-    def serves(self, norms: Collection[Norm]) -> bool:
-        """Whether there are norms, and some read rows now that did not, or a convolution lays the stream out;
-        no norm reads what it did not before; and fewer bytes are moved. Fills in `norms`."""
+    def serve(self, norms: Collection[Norm]) -> None:
+        """Fill in `norms`: those that read rows now, and did not.
+
+        Raises:
+            Decline: there are none, and no convolution that lays the stream out in front of others; a norm
+                reads across memory what it did not before; or no fewer bytes are moved.
+        """
         for norm in norms:
             if norm.value in self.values:
                 if not same(self.now(norm.value).stride(_lane(norm)), 1):
-                    return False
+                    raise Decline("laid out, another norm would read it across memory", norm.out)
                 if not same(self.was(norm.value).stride(_lane(norm)), 1):
                     self.norms.append(norm)
-        return (bool(self.norms) or (self.patches is not None and bool(norms))) and self.gain() > 0
+        if not (self.norms or (self.patches is not None and norms)) or self.gain() <= 0:
+            raise Decline("to lay it out would move as many bytes as it saves, or more", self.source)
 
     def gain(self) -> int:
         """Bytes that need not be moved with the copy, less those that it moves, at the sizes seen at compile
@@ -220,37 +292,54 @@ def _starts_across(node: Node) -> bool:
         storages(here) == storages(above)
 
 
-def _is_own(lens: Lens, lifetimes: Lifetimes, source: Node) -> bool:
-    """Whether the memory of `source` is made by the graph, and nobody writes it later."""
-    if not _is_plain(value_of(source)) or source in lens.transformed:
-        return False
+def _check_memory(lens: Lens, lifetimes: Lifetimes, source: Node) -> None:
+    """Raises Decline unless the memory of `source` is made by the graph, and nobody writes it later."""
+    _check_plain(lens, source)
     key, = lens.storages(source)
-    return key not in lifetimes.inputs and not lifetimes.is_written_from(key, source)
+    if key in lifetimes.inputs:
+        raise Decline("it begins as a view of an input or a parameter", source)
+    if lifetimes.is_written_from(key, source):
+        raise Decline("its memory may be written later", source)
 
 
-def _dies(lens: Lens, lifetimes: Lifetimes, stream: Stream) -> bool:
-    """Whether nobody keeps the memory of the source when it has been copied, the graph's caller included."""
+def _check_owner(lens: Lens, lifetimes: Lifetimes, stream: Stream) -> None:
+    """Raises Decline where somebody keeps the memory of the source when it has been copied, the graph's
+    caller included."""
     key, = lens.storages(stream.source)
-    return not any(lens.position[reader] > lens.position[stream.source]
-                   for node in lifetimes.aliases[key] if node not in stream.values for reader in node.users)
+    for node in lifetimes.aliases[key]:
+        if node not in stream.values and any(lens.position[reader] > lens.position[stream.source]
+                                             for reader in node.users):
+            raise Decline("what it begins as a view of is read later too, or returned", node)
 
 
 # -- who may read it
 
 
-def _is_plain(value) -> bool:
-    """Whether the values of fakes are what lies in their memory, and no gradient of them is recorded."""
-    return all(isinstance(fake, FakeTensor) and not (fake.is_conj() or fake.is_neg() or fake.requires_grad)
-               for fake in tensors_of(value))
+def _check_plain(lens: Lens, node: Node) -> None:
+    """Raises Decline unless what `node` yields is plain tensors, without gradients."""
+    fakes = list(tensors_of(value_of(node)))
+    if any(fake.requires_grad for fake in fakes):
+        raise Decline("gradients are recorded of it", node)
+    if not all(map(is_plain, fakes)):
+        raise Decline("it is no plain tensor everywhere", node)
+    if node in lens.transformed:
+        raise Decline("inside a functorch transform", node)
 
 
-def _is_indifferent(lens: Lens, node: Node) -> bool:
-    """Whether `node` yields the same values however its operands lie, in plain tensors."""
-    if node in lens.transformed or not _is_plain(value_of(node)):
-        return False
+def _check_reader(lens: Lens, node: Node) -> None:
+    """Raises Decline unless `node` yields the same values however its operands lie, in plain tensors."""
+    if node.op == "output":
+        raise Decline("it is returned, and would be with other strides", node)
+    _check_plain(lens, node)
     word = kind(node)
-    return word in _INDIFFERENT and not effects_of(node, lens.storages).writes and \
-        (word != "getitem" or _is_basic(node.args[1]))
+    if word not in _INDIFFERENT or effects_of(node, lens.storages).writes or \
+            (word == "getitem" and not _is_basic(node.args[1])):
+        raise Decline(f"its layout may matter to what reads it: {_name(node)}", node)
+
+
+def _name(node: Node) -> str:
+    """What a reader of the report knows a node by."""
+    return kind(node) or base_name(node) or getattr(node.target, "__name__", str(node.target))
 
 
 def _is_basic(index) -> bool:

@@ -14,7 +14,7 @@ import os
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from .backend import Fused, fuse, model_name
 from .errors import UserError
 from .loading import Example, describe
-from .options import Options, strict
+from .options import Options, parse_options, strict
 from .report import FusionReport
 from .simplify import simplified
 
@@ -71,18 +71,20 @@ class _Npu:
         self.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
 
 
-def trace(example: Example, options: Options | None = None, grad: bool = False,
+def trace(example: Example, options: Mapping[str, object] | Options | None = None, grad: bool = False,
           progress: Callable[[FusionReport], None] = lambda report: None) -> list[FusionReport]:
     """A report per graph that Dynamo makes of one call of the model, in order.
 
     The model's parameters and buffers are replaced by fakes on "npu:0"; so are the tensors of the call.
+    options: the backend's, in any form that it takes; no mask is simplified, since none has values here.
     grad: trace with gradients on. progress: called with each report as it is made.
 
     Raises:
         TraceError: the call fails on fake tensors.
+        ValueError, TypeError: for an unknown option, or a value out of range.
     """
     ensure_npu()
-    chosen = options or Options()
+    chosen = parse_options(options)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = Fakes(mode)
     reports: list[FusionReport] = []

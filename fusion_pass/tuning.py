@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -68,17 +68,21 @@ def device_for_tuning(name: str | None) -> torch.device:
     return device
 
 
-def tune(example: Example, device: torch.device, grad: bool = False,
+def tune(example: Example, device: torch.device, grad: bool = False, options: Options | None = None,
          progress: Callable[[FusionReport], None] = lambda report: None) -> Tuned:
     """Two calls of the model on `device`: the first compiles, measures and checks, the second runs on that.
+
+    options: the backend's, of which `report` is "off" here. grad: with gradients on. progress: called with
+    each report as it is made.
 
     Raises:
         TuneError: a call fails.
     """
     started = time.perf_counter()
+    chosen = replace(options or Options(), report="off")
 
     def backend(gm, inputs):
-        call = ascend_ln_fuse(gm, inputs, options=Options(report="off"))
+        call = ascend_ln_fuse(gm, inputs, options=chosen)
         progress(last_reports()[-1])
         return call
 

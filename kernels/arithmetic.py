@@ -29,14 +29,14 @@ class Arithmetic:
         return f"{1.0 / self.lane!r}"
 
     def rsqrt(self, text: str) -> str:
-        if self._precise and self.half:
+        if self.precise and self.half:
             # An ulp or so of fp32 is lost where half precision rounds it away; the correctly rounded forms
             # take 5% of a kernel of 1 MB, with all rows of a tile waiting.
             return self._instruction("tl.rsqrt", "rsqrt.approx.ftz.f32", text)
         return self.quotient("1.0", self.sqrt(text))
 
     def sqrt(self, text: str) -> str:
-        if self._precise and not self.half:
+        if self.precise and not self.half:
             return self._instruction("tl.sqrt_rn", "sqrt.rn.f32", text)
         return f"tl.sqrt({text})"
 
@@ -61,17 +61,13 @@ class Arithmetic:
         return self._instruction("tl.exp2", "ex2.approx.ftz.f32", text)
 
     @property
-    def approximates(self) -> bool:
-        """Whether results that are rounded to half precision may come from half_precision.py."""
-        return self._precise
-
-    @property
-    def _precise(self) -> bool:
-        """Whether the target has roots and quotients that are rounded correctly, beside others."""
+    def precise(self) -> bool:
+        """Whether the target has roots and quotients that are rounded correctly, in fp32, beside others that
+        are not: results that are rounded to half precision come from those then (half_precision.py)."""
         return self.target.precise and self.compute == "f32"
 
     def _true_quotient(self, text: str, divisor: str) -> str:
-        if self._precise:
+        if self.precise:
             return self._instruction("tl.div_rn", "div.rn.f32", text, divisor)
         return f"{text} / {divisor}"
 

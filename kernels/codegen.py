@@ -161,7 +161,7 @@ class Generator(Writer):
         self.put(f"{value.var} = {self._rounded(text, line)}")
 
     def _pointwise(self, line: Line, words: list[str]) -> str:
-        if line.dtype == self.compute or line.op not in HALF_FORMS or not self.arithmetic.approximates:
+        if line.dtype == self.compute or line.op not in HALF_FORMS or not self.arithmetic.precise:
             return POINTWISE[line.op].triton.format(*words)
         statements, text = HALF_FORMS[line.op](self.arithmetic, *words, line.name)
         for statement in statements:

@@ -12,8 +12,12 @@ casts of the value itself are kept, because where a model rounds is part of its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial, reduce
+from typing import NoReturn
 
 import torch
 from torch.fx import Node
@@ -107,14 +111,18 @@ class _Matcher(Reader):
                 raise Decline("eps bounds a root that is no length of the vector alone", self.out)
             op, eps = "normalize", self.least
         if op == "normalize":
+            why = []
             if self.scaled:
-                raise Decline("the length of the vector is scaled before the value is divided by it",
-                              self.out)
+                why.append(Decline("the length of the vector is scaled before the value is divided by it",
+                                   self.out))
             if not is_euclidean(self.order):
-                raise Decline(f"normalises by another norm than the Euclidean one (p={self.order})", self.out)
+                why.append(Decline(f"normalises by another norm than the Euclidean one (p={self.order})",
+                                   self.out))
             # What is 0 in fp16 is 0 for a region whose result is fp16.
             if self.lens.tensor(self.out).dtype == torch.float16 != self.lens.tensor(scale).dtype:
-                raise Decline("the length of the vector is of a wider dtype than the result", self.out)
+                why.append(Decline("the length of the vector is of a wider dtype than the result", self.out))
+            if why:
+                raise reduce(operator.add, why)
         return op, eps
 
     def _unexpanded(self, node: Node) -> Node:
@@ -184,23 +192,36 @@ class _Matcher(Reader):
         if self.lens.kind(node) == "add":
             self._decline_eps_on_std(node)
         if base_name(node) in ("clamp_", "clamp_min_"):
-            self._statistic(self._std(node.args[0]))
-            raise Decline("the statistics are changed in place", self.out)
+            self._decline(Decline("the statistics are changed in place", self.out),
+                          lambda: self._statistic(self._std(node.args[0])))
         raise NoNorm
+
+    def _decline(self, why: Decline, read: Callable[[], object]) -> NoReturn:
+        """Decline the norm for `why`, and for what stands in the way of reading the rest of it, if anything.
+
+        Raises:
+            Decline: always, but where the rest is no part of a norm.
+            NoNorm: then.
+        """
+        try:
+            read()
+        except Decline as other:
+            raise why + other from None
+        raise why
 
     def _decline_eps_on_std(self, node: Node) -> None:
         """`(x - mean) / (std + eps)` is no LayerNorm, and `x / (norm(x) + eps)` no norm that a region has."""
         for arg in node.args:
             if self.lens.tensor(arg) is not None and self.lens.kind(arg) != "add":
                 try:
-                    self._statistic(self._std(arg))
+                    root = self._std(arg)
                 except NoNorm:
                     continue
-                if self.own_root is not None and self.lens.kind(self.own_root) == "norm":
-                    raise Decline("eps is added to the length of the vector, which is not clamped to it",
-                                  self.out)
-                raise Decline("eps is added to the standard deviation, not to the variance",
-                              self.out)
+                why = Decline("eps is added to the length of the vector, which is not clamped to it",
+                              self.out) if root is self.own_root and self.lens.kind(root) == "norm" else \
+                    Decline("eps is added to the standard deviation, not to the variance", self.out)
+                with suppress(NoNorm):
+                    self._decline(why, partial(self._statistic, root))
 
     def _with_eps(self, node: Node) -> tuple[_Stat, float | Node]:
         """The statistic and the eps of `stat + eps`."""
@@ -213,16 +234,15 @@ class _Matcher(Reader):
                     return self._statistic(self._step(node, a)), b
         clamped = clamped_from_below(self.lens, node)
         if clamped is not None and self._is_scalar(clamped[1]):
-            self._statistic(clamped[0])
-            raise Decline("eps bounds the squares instead of being added to them", self.out)
+            self._decline(Decline("eps bounds the squares instead of being added to them", self.out),
+                          lambda: self._statistic(clamped[0]))
         return self._statistic(node), 0.0
 
-    def _decline_in_place(self, node: Node) -> None:
+    def _decline_in_place(self, node: Node) -> NoReturn:
         """A norm that works on its statistics in place is left as it is, by name."""
         while base_name(node) in ("add_", "iadd", "rsqrt_"):
             node = node.args[0]
-        self._with_eps(node)
-        raise Decline("the statistics are changed in place", self.out)
+        self._decline(Decline("the statistics are changed in place", self.out), lambda: self._with_eps(node))
 
     def _is_scalar(self, eps) -> bool:
         if isinstance(eps, (int, float)):

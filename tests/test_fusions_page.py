@@ -46,9 +46,9 @@ def test_reason_of_a_graph_is_explained(reason):
 
 
 def _what_helps() -> dict[str, str]:
-    """For each row of the table of reasons that says what helps: the reasons, what helps (without links)."""
-    table = PAGE.split("| reason | what it means | what helps |", 1)[1].split("\n\n", 1)[0]
-    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    """For each row of the tables of reasons that says what helps: the reasons, what helps (without links)."""
+    tables = [part.split("\n\n", 1)[0] for part in PAGE.split("| reason | what it means | what helps |")[1:]]
+    rows = [line.strip("| ").split(" | ") for table in tables for line in table.splitlines()[2:]]
     return {row[0]: re.sub(r"\[(.*?)\]\(.*?\)", r"\1", row[2]) for row in rows if len(row) == 3}
 
 

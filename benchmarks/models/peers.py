@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from bound import share_of_bound
 from norm_family import BF16, layer_norm, rms_norm
-from timing import capture, device_times, machine, paired, sets_needed
+from timing import LEVEL, capture, device_times, machine, paired, sets_needed
 
 from .columns import separate_function
 from .measure import words
@@ -34,9 +34,6 @@ def add_rms_norm(x, h, w):
     x = x + h
     return x, rms_norm(x, w)
 
-
-#: A ratio over this counts as level: a convention, for how far a row repeats was not measured.
-LEVEL = 0.98
 
 #: op -> function of the project's spelling, and how many full tensors and vectors it takes
 OPS: dict[str, tuple[Callable, int, int]] = {

@@ -91,6 +91,16 @@ class Channels(nn.Module):
         written = x * torch.rsqrt(mean + 1e-6)
         return written, nn.functional.layer_norm(x.permute(0, 2, 3, 1), (24,))
 def channels(): return Channels(), torch.randn(2, 24, 8, 8)
+class Tokens(nn.Module):
+    """A stream that lies across memory, and a cat of all pieces of it."""
+    def forward(self, x):
+        x = (x * 2).transpose(1, 2)
+        for _ in range(3):
+            x = x + nn.functional.layer_norm(x, (64,))
+        whole = x + nn.functional.layer_norm(x, (64,))
+        y = (whole * 2).contiguous()
+        return nn.functional.layer_norm(torch.cat([y[:, :5], y[:, 5:]], 1), (64,))
+def tokens(): return Tokens(), torch.randn(2, 64, 32)
 def fails(): raise KeyError("no such config")
 def takes(size): return None
 def nothing(): return None
@@ -223,6 +233,38 @@ def test_explain_counts_what_the_kernel_of_long_rows_reads(cli):
     assert second["bytes_after"] == pytest.approx((3 + 1 / 4) * size, rel=1e-3)
     site = explained(cli, "positional")[0]["sites"][0]
     assert site["note"] == "" and site["bytes_after"] == 2 * 50 * 4 * 128 * 2 + 3 * 128 * 2
+
+
+def test_options_are_the_backends(cli):
+    """What it explains is what the backend does with these options."""
+    streams = "1 stream that lies across memory is copied"
+    cats = "1 cat of all pieces of a tensor is not made"
+
+    def notes(*options):
+        report, = explained(cli, "tokens", *options)
+        return [note.split(" where ")[0].split(":")[0] for note in report["notes"]]
+
+    assert notes() == [cats, streams]
+    assert notes("-o", "streams=keep") == [cats]
+    assert notes("--option", "cats=keep", "-o", "streams=keep") == []
+    assert notes("-o", "inner=inductor") == [cats]  # it chooses layouts itself
+    site, = explained(cli, "ffn", "-o", "training=decline", "--grad")[0]["sites"]
+    assert "the option training is 'decline'" in site["reason"]
+    assert "linear" in explained(cli, "ffn")[0]["sites"][0]["chain"]
+    assert not explained(cli, "ffn", "-o", "inner=inductor")[0]["sites"][0]["chain"]
+
+
+@pytest.mark.parametrize("given, message", [
+    ("streams=no", "option 'streams' of ascend_ln_fuse must be 'simplify' or 'keep', not 'no'"),
+    ("stream=keep", "unknown option 'stream' of ascend_ln_fuse (did you mean 'streams'?)"),
+    ("streams", "'streams' is not NAME=VALUE, as in streams=keep"),
+    ("inner=inducter", "no Dynamo backend 'inducter'; known: "),
+])
+@pytest.mark.parametrize("command", ["explain", "check", "tune"])
+def test_options_that_the_backend_does_not_know(cli, command, given, message):
+    out, err = cli(command, "models.py:plain", "-o", given, code=2)
+    assert not out and "Invalid value for '-o' / '--option': " in err
+    assert message in " ".join(err.split())
 
 
 def test_nothing_to_fuse(cli):
@@ -383,7 +425,7 @@ def test_profile(cli):
     out, _ = cli("profile", "fused.csv", "--report", "declined.json", code=1)
     assert "no fused site" in out
     _, err = cli("profile", "nothing.csv", code=2)
-    assert err == "Error: no such file: nothing.csv\n"
+    assert err.startswith("Error: no such file: nothing.csv; CSV is kernel_details.csv of torch_npu.profiler")
 
 
 def test_a_profile_needs_no_torch(folder):

@@ -6,8 +6,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from click.testing import CliRunner
 
+from ascend_ln_fuse import trace, tuning
 from ascend_ln_fuse.cli import main
 
 MODEL = """
@@ -73,6 +75,55 @@ def test_a_model_file_named_as_a_module(name, tmp_path):
            f"load_example({f'{file}:norm'!r}); import sys; assert sys.modules[{name!r}] is {name}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+FILE = "FILE of FILE:FUNCTION is the path of one that ends in .py, as in model.py:build"
+
+
+@pytest.mark.parametrize("target, said", [
+    ("missing.py:build", f"no such file: missing.py; {FILE}"),
+    ("words.txt:build", f"words.txt is no Python file; {FILE}"),
+    ("model.py", "'model.py' is not FILE:FUNCTION, as in model.py:build"),
+    ("model.py:builds", "model.py has no function 'builds': it has build"),
+    ("broken.py:build", "broken.py cannot be imported: ModuleNotFoundError: No module named 'not_there' "
+                        "(broken.py:2)"),
+    ("syntax.py:build", "syntax.py cannot be imported: SyntaxError: "),
+])
+@pytest.mark.parametrize("command", ["explain", "check", "tune"])
+def test_targets_that_are_none(command, target, said, tmp_path, monkeypatch):
+    """What is wrong with the argument, and what would be right, in one line."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trace, "ensure_npu", lambda: None)  # later tests must not meet it
+    monkeypatch.setattr(tuning, "device_for_tuning", lambda name: torch.device("cpu"))
+    (tmp_path / "model.py").write_text("def build(): return None\n")
+    (tmp_path / "broken.py").write_text("import torch\nimport not_there\n")
+    (tmp_path / "syntax.py").write_text("def build(: pass\n")
+    (tmp_path / "words.txt").write_text("words")
+    result = CliRunner().invoke(main, [command, target])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"Error: {said}") and result.stderr.count("\n") == 1
+
+
+CSV = "CSV is kernel_details.csv of torch_npu.profiler, op_summary_*.csv of msprof, or a folder that " \
+      "holds one of them"
+JSON = "wanted is what FusionReport.to_json() or `ascend-ln-fuse explain --json` gives"
+
+
+@pytest.mark.parametrize("arguments, said", [
+    (["model.py:build"], f"no such file: model.py:build; {CSV}"),
+    (["model.py"], f"model.py has no column 'Name' or 'Op Name'; it has def build(): return None; {CSV}"),
+    (["profile.csv", "--report", "missing.json"], f"no such file: missing.json; {JSON}"),
+    (["profile.csv", "--report", "model.py"],
+     f"model.py is no JSON: Expecting value: line 1 column 1 (char 0); {JSON}"),
+    (["profile.csv", "--report", "number.json"], f"number.json is no report; {JSON}"),
+])
+def test_profiles_that_are_none(arguments, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").write_text("def build(): return None\n")
+    (tmp_path / "profile.csv").write_text("Name,Type\nA,B\n")
+    (tmp_path / "number.json").write_text("3")
+    result = CliRunner().invoke(main, ["profile", *arguments])
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"Error: {said}\n")
 
 
 @pytest.mark.parametrize("name, text, said", [

@@ -31,8 +31,8 @@ def targets(monkeypatch) -> list:
         found.extend(node.target for node in gm.graph.nodes if node.op == "call_function")
         return aot(gm, inputs)
 
-    aot = backend._inner_compiler("aot_eager")
-    monkeypatch.setattr(backend, "_inner_compiler", lambda name: compiler)
+    aot = backend.inner_compiler("aot_eager")
+    monkeypatch.setattr(backend, "inner_compiler", lambda name: compiler)
     return found
 
 
@@ -73,7 +73,7 @@ def test_inductor_keeps_its_products(monkeypatch):
 def test_an_op_is_one_line_of_a_printed_graph(inner, monkeypatch):
     """Inductor writes the calls into the comments of its Triton kernels: a second line would be code."""
     graphs = []
-    monkeypatch.setattr(backend, "_inner_compiler", lambda name: lambda gm, _: graphs.append(gm.graph) or gm)
+    monkeypatch.setattr(backend, "inner_compiler", lambda name: lambda gm, _: graphs.append(gm.graph) or gm)
     with torch.no_grad():
         torch.compile(Ffn(), backend="ascend_ln_fuse", options={**OFF, "inner": inner})(torch.randn(2, 5, 16))
     ops = [node for node in graphs[0].nodes if node.target in (CHAIN, REGION)]
@@ -82,7 +82,7 @@ def test_an_op_is_one_line_of_a_printed_graph(inner, monkeypatch):
 
 def test_no_guard_is_added():
     """As many graphs as the inner compiler alone has."""
-    aot, compiled_alone = backend._inner_compiler("aot_eager"), []
+    aot, compiled_alone = backend.inner_compiler("aot_eager"), []
 
     def alone(gm, inputs):
         compiled_alone.append(aot(gm, inputs))  # not where it has Dynamo trace anew
@@ -110,7 +110,7 @@ def test_reduce_overhead_on_a_cpu_is_eager():
 def test_reduce_overhead_replays_graphs(device, compiler, monkeypatch):
     names = []
     monkeypatch.setattr(backend, "_device_type", lambda inputs: device)
-    monkeypatch.setattr(backend, "_inner_compiler", lambda name: names.append(name))
+    monkeypatch.setattr(backend, "inner_compiler", lambda name: names.append(name))
     torch.compile(Ffn(), backend="ascend_ln_fuse", mode="reduce-overhead")(torch.randn(2, 5, 16))
     assert names == [compiler]
 

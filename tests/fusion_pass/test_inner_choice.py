@@ -72,7 +72,7 @@ class Clock:
 @pytest.fixture
 def fuser(monkeypatch):
     made = Fuser()
-    monkeypatch.setattr(backend, "_inner_compiler", lambda name: made)
+    monkeypatch.setattr(backend, "inner_compiler", lambda name: made)
     return made
 
 
@@ -551,7 +551,7 @@ def test_inductors_settings_are_part_of_the_question():
 def test_a_mode_reaches_inductor(monkeypatch):
     """As a function, the backend takes a mode beside its options."""
     seen = []
-    monkeypatch.setattr(backend, "_inner_compiler",
+    monkeypatch.setattr(backend, "inner_compiler",
                         lambda name: lambda gm, inputs, **kwargs: seen.append(kwargs) or gm.forward)
     ours = partial(backend.ascend_ln_fuse, options={"report": "off", "inner": "inductor"})
     with torch.no_grad():

@@ -1,8 +1,6 @@
 """What the report of a fused norm says of what was not done: a copy that it reads, a chain that it does not
 begin."""
 
-import re
-
 import pytest
 import torch
 from checks import check
@@ -180,7 +178,23 @@ def test_norms_that_share_a_launch():
         return F.scaled_dot_product_attention(m.norm(x), F.layer_norm(x, (C,)), x)
 
     sites = check(Of(attended), TOKENS, fused=2).sites
-    assert all(re.fullmatch(r"one launch with \S+", site.note) for site in sites)
+    assert [site.note for site in sites] == [
+        f"shares one kernel launch with {name}" for name in ("the other norm on this source line", "norm")]
+
+
+def test_norms_of_one_line_that_share_a_launch():
+    def qkv(m, x):
+        q, k, v = x.chunk(3, -1)
+        return F.layer_norm(q, (4,)), F.layer_norm(k, (4,)), F.layer_norm(v, (4,))
+
+    def twice(m, x):
+        return F.scaled_dot_product_attention(m.norm(x[:, :4]), m.norm(x[:, 4:]), x[:, 4:])
+
+    for form, count, name in ((qkv, 3, "the other norm on this source line x2"),
+                              (twice, 2, "the other norm on this source line")):
+        x = TOKENS[..., :12] if form is qkv else TOKENS
+        assert {site.note for site in check(Of(form), x, fused=count).sites} == \
+            {f"shares one kernel launch with {name}"}
 
 
 def test_gradients_that_another_inner_compiler_records():

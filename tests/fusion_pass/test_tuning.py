@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from ascend_ln_fuse import Options
 from ascend_ln_fuse.kernels import chain_choice, chain_contest
 from ascend_ln_fuse.kernels.chain_choice import LIBRARY
 from ascend_ln_fuse.loading import load_example
@@ -73,6 +74,14 @@ def test_choices_are_made_shown_and_kept(file, clock, capsys, monkeypatch, tmp_p
     monkeypatch.setattr(chain_contest, "device_microseconds", None)  # nothing can be measured any more
     again = tune(load_example(f"{file}:build", empty=False), torch.device("cpu"))
     assert again.reports[0].sites[0].chain_ways() == site.chain_ways()
+
+
+def test_options_are_the_backends(file, capsys):
+    """But for the report, which has a table of its own."""
+    tuned = tune(load_example(f"{file}:build", empty=False), torch.device("cpu"), grad=True,
+                 options=Options(training="decline", report="full"))
+    assert {site.status for site in tuned.reports[0].sites} == {"declined"}
+    assert not capsys.readouterr().err
 
 
 def test_what_fails_is_said(file):

@@ -38,19 +38,20 @@ def watched() -> Iterator[set[str]]:
         return rewrite(lens, taken, **options)
 
     def watched_drop(graph):
-        result, words = drop(graph)
-        hits.update(f"mask dropped: {meaning}" for meaning in ("all True", "causal") if meaning in words)
-        return result, words
+        result, notes = drop(graph)
+        hits.update(f"mask dropped: {meaning}" for meaning in ("all True", "causal")
+                    if any(meaning in note for note in notes))
+        return result, notes
 
     def watched_join(graph):
-        result, words = join(graph)
-        hits.update(["cat of pieces left out"] if words else [])
-        return result, words
+        result, notes = join(graph)
+        hits.update(["cat of pieces left out"] if notes else [])
+        return result, notes
 
     def watched_lay_out(graph):
-        result, words = lay_out(graph)
-        hits.update(["stream laid out"] if words else [])
-        return result, words
+        result, notes = lay_out(graph)
+        hits.update(["stream laid out"] if result is not graph else [])
+        return result, notes
 
     def watched_find(self, tensors, pointers):
         found = find(self, tensors, pointers)

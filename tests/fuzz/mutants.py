@@ -131,7 +131,7 @@ MUTANTS = {
     "an attention's strides without its mask": Mutant(
         "masks", "_fits", "_settles(lens, node, bare)", "True"),
     "a copy of a stream stays a copy": Mutant(
-        "streams", "Stream.flows", "if is_view or", "if"),
+        "streams", "Stream.flow", "if is_view or", "if"),
     "an update private though read later as it was": Mutant(
         "updates", "_are_private", "last_read > position or not", "not"),
     "an update private though others write there": Mutant(

@@ -139,7 +139,7 @@ def test_lucidrains(dtype, dynamic):
         assert not site.hidden_kernels  # nothing is known of what CANN launches for it
     report = check_reasons(shake(CosineAttention(), dtype), x, fused=2, dynamic=dynamic)
     assert [site.pattern for site in report.sites] == ["normalize -> scale"] * 2
-    assert all("one launch with" in site.note for site in report.sites)
+    assert all("shares one kernel launch with" in site.note for site in report.sites)
     image = torch.randn(2, C, 6, 5).to(dtype).to(memory_format=torch.channels_last)
     check_reasons(shake(ChannelRMSNorm(C), dtype), image, dynamic=dynamic)
 

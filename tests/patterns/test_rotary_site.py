@@ -111,7 +111,7 @@ def test_a_vector_above_a_view():
 
 
 def shares_launches(sites):
-    return all(site.note.startswith("one launch with ") for site in sites)
+    return all(site.note.startswith("shares one kernel launch with ") for site in sites)
 
 
 @DYNAMIC
@@ -251,10 +251,11 @@ def test_the_other_one_of_a_launch_is_named():
     first, second = rotary(Two(on_two_lines), *inputs(), count=2)
     line = int(first.where.rpartition(":")[2])
     assert [site.note for site in (first, second)] == [
-        f"one launch with test_rotary_site.py:{line + n}" for n in (2, 0)]
+        f"shares one kernel launch with the rotary embedding at test_rotary_site.py:{line + n}"
+        for n in (2, 0)]
     for site in rotary(Two(lambda x, cos, sin: tuple(plain(y, cos, sin, slices) for y in (x, x.flip(1)))),
                        *inputs(), count=2):
-        assert site.note == "one launch with the other one of this line"
+        assert site.note == "shares one kernel launch with the other rotary embedding on this source line"
 
 
 def test_layers_are_fused_one_by_one():

@@ -318,7 +318,8 @@ def token_replace():
 X, EMB, TEXT = (B, L, C), (B, C), (B, 5, C)
 ROPE, HALF = (1, L, 1, E), (L, 1, E // 2)
 ROTATED = (X, (1, L, E), (1, L, E))
-UNBIASED, ON_STD = "unbiased", "added to the standard deviation"
+ON_STD = "added to the standard deviation"
+BOTH = f"{ON_STD}, not to the variance; also: the variance is unbiased"
 
 
 @dataclass(frozen=True)
@@ -370,7 +371,7 @@ ROWS = {
     "20 BERT fork": Row(BertForkLayerNorm),
     "20 DeBERTa": Row(lambda: transformers_norm("deberta", "DebertaLayerNorm")),
     "20 BERT layer": Row(bert_layer, fused=2),
-    "20 std, unbiased": Row(lambda: StdLayerNorm(True), fused=0, declined=(UNBIASED,)),
+    "20 std, unbiased": Row(lambda: StdLayerNorm(True), fused=0, declined=(BOTH,)),
     "20 std, biased": Row(lambda: StdLayerNorm(False), fused=0, declined=(ON_STD,)),
     "21 GPT-2 block": Row(gpt2_block, fused=2),
     "22 gated MLP": Row(lambda: GatedMLP(transformers_norm("llama", "LlamaRMSNorm"), False)),

@@ -29,6 +29,8 @@ from spellings import (
 )
 from torch import nn
 
+from ascend_ln_fuse.remedies import remedy
+
 COUNT = 640
 
 #: (value, dims) -> mean over the last dim, of the value's rank
@@ -389,3 +391,32 @@ def test_a_weight_of_another_shape_keeps_its_own_meaning():
     scale = torch.rand(16, 1) + 0.5
     for weight in (scale, torch.tensor([3.0]), torch.rand(4, 1, 16), torch.rand(4, 16, 16)):
         check_reasons(Of(lambda x, w=weight: x * rstd(x) * w.to(x)), torch.randn(4, 16, 16))
+
+
+#: name -> (function, how each of the reasons begins, with whether something is known to help)
+SEVERAL = {
+    "annotated transformer": (lambda x: centre(x) / (x.std(-1, keepdim=True) + 1e-6),
+                              {"eps is added to the standard deviation": False,
+                               "the variance is unbiased": True}),
+    "eps on the root": (lambda x: centre(x) * (x.var(-1, keepdim=True).sqrt() + 1e-6).reciprocal(),
+                        {"eps is added to the standard deviation": False,
+                         "the variance is unbiased": True}),
+    "clamped": (lambda x: centre(x) * torch.rsqrt(x.var(-1, keepdim=True).clamp_min(1e-6)),
+                {"eps bounds the squares": True, "the variance is unbiased": True}),
+    "in place": (lambda x: (centre(x) * torch.rsqrt((v := x.var(-1, keepdim=True))[:].add_(1e-5)), v),
+                 {"the statistics are changed in place": True, "the variance is unbiased": True}),
+    "scaled": (lambda x: x / (x.norm(p=1, dim=-1, keepdim=True) * 0.25).clamp_min(1e-6),
+               {"the length of the vector is scaled": True,
+                "normalises by another norm than the Euclidean one (p=1)": False}),
+}
+
+
+@pytest.mark.parametrize("function, reasons", SEVERAL.values(), ids=SEVERAL)
+def test_all_reasons_at_once(function, reasons):
+    """Else a user does what helps against one, and meets the next."""
+    report = check(Of(function), torch.randn(4, 16, 16) + 0.5, fused=0, declined=None, exact=False)
+    site, = report.sites
+    found = site.reason.split("; also: ")
+    assert len(found) == len(reasons) and all(map(str.startswith, found, reasons)), found
+    assert site.remedy == "; ".join(remedy(why) for why in found if remedy(why))
+    assert [bool(remedy(why)) for why in found] == [*reasons.values()]
