@@ -63,8 +63,8 @@ CUDA_MAX_WARPS = 16
 CUDA_AGAIN_BYTES = 2**29
 CUDA_LONG_ROW_BYTES = 8192
 #: CUDA: a half-precision row that centres and fills at most 3/4 of a tile of more than this many columns is
-#: read again at any size, in half the warps (gated add -> LayerNorm -> modulate at D 10240: 64 MB 69 us so, 94
-#: kept in 16 warps; 1 MB 4.8 and 4.4. LayerNorm at D 12288: 37.5 and 42.9. RMSNorm is as fast kept).
+#: read again at any size, in half the warps (gated add -> LayerNorm -> modulate at D 10240, 64 MB: 69 us so,
+#: 94 kept in 16 warps; 1 MB: 4.8 and 4.4. LayerNorm at D 12288: 37.5 and 42.9. RMSNorm is as fast kept).
 CUDA_KEPT_COLS = 8192
 
 #: CUDA, where the lane lies across: bytes of the rows that a tile reads side by side at one lane element, and
