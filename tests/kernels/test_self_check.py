@@ -161,6 +161,20 @@ def test_a_reference_that_is_right_by_luck():
     assert outside, "the case that this is about did not come up"
 
 
+@pytest.mark.parametrize("norm", ["rms_norm(x, none, eps)", "layer_norm(x, none, none, eps)"])
+def test_luck_of_a_vector(norm):
+    """The same where what is normalised has no rows: a vector, or what broadcasts over the rows of others."""
+    pytest.importorskip("triton")
+    for dims, order in (("24", "0"), ("1, 24", "0, 1")):
+        space = "24" if dims == "24" else "*, 24"
+        r = parse(f"space [{space}]\nin x: f32[{dims}]\nscalar eps\nv: f32 = {norm}\n"
+                  f"out v: f32 order({order})")
+        run = Runner(r, launch.target_for(torch.device("cpu")), self_check="off")
+        for seed in range(90, 150):
+            x = torch.randn([int(n) for n in dims.split(", ")], generator=torch.Generator().manual_seed(seed))
+            assert compare(r, [x], [1e-5], run([x], [1e-5])).within, (dims, seed)
+
+
 @pytest.mark.parametrize("lane", [2, 3, 8])
 def test_luck_excuses_no_wrong_kernel(lane):
     for seed in range(20):
