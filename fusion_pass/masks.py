@@ -18,10 +18,11 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, Node
 
+from .draft import Draft
 from .effects import effects_of, is_attention_without_dropout, value_of
 from .graph import Lens, again_on_fakes, call, on_fakes
 from .kinds import STRIDE_FREE_VIEWS, base_name, kind
-from .rewrite import copy_graph, erase_unread
+from .rewrite import erase_unread
 
 ALL, CAUSAL = "all True", "causal"
 
@@ -42,26 +43,26 @@ _ATTENTION = "scaled_dot_product_attention"
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
-def without_needless_masks(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
-    """A copy of `graph` without them, and notes for the report; `graph` itself and () where it has none."""
-    found = needless_masks(graph)
+def drop_needless_masks(draft: Draft) -> tuple[str, ...]:
+    """Leave them out of a draft, which stays as it is where it has none; returns notes for the report."""
+    found = needless_masks(draft)
     if not found:
-        return graph, ()
-    copied, env = copy_graph(graph)
-    _drop(copied, {env[node]: meaning for node, meaning in found.items()})
-    return copied, (_words(found),)
+        return ()
+    nodes = draft.change()
+    _drop(draft.graph, {nodes[node]: meaning for node, meaning in found.items()})
+    return (_words(found),)
 
 
-def needless_masks(graph: Graph) -> dict[Node, str]:
-    """The attentions of a graph, whose nodes carry fakes, that have a constant and needless mask -> ALL or
+def needless_masks(draft: Draft) -> dict[Node, str]:
+    """The attentions of a draft that have a constant and needless mask -> ALL or
     CAUSAL. None with dropout: which numbers are drawn for which score depends on the kernel, and that on
     whether there is a mask."""
-    calls = [(node, _arguments(node)) for node in graph.nodes if is_attention_without_dropout(node)]
+    calls = [(node, _arguments(node)) for node in draft.graph.nodes if is_attention_without_dropout(node)]
     calls = [(node, given) for node, given in calls
              if isinstance(given.get("attn_mask"), Node) and given.get("is_causal", False) is False]
     if not calls or _capturing():
         return {}
-    lens = Lens(graph)
+    lens = draft.lens
     constants = _constants(lens)
     known: dict[Node, str | None] = {}
     found = {}
