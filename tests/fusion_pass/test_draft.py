@@ -62,11 +62,11 @@ def case(request):
 
 
 def text(graph: Graph) -> list:
-    """All that tells a graph from another: nodes, and how fakes lie, and in which memory."""
+    """All that tells a graph from another: nodes, how their fakes lie, and in which memory."""
     memory: dict = {}
     return [(node.op, node.name, node.target, str(node.args), str(node.kwargs), [
         (fake.dtype, fake.shape, fake.stride(), fake.storage_offset(),
-    """All that tells a graph from another: nodes, and how fakes lie, and in which memory."""
+         memory.setdefault(fake.untyped_storage()._cdata, len(memory))) for fake in tensors_of(value_of(node))])
         for node in graph.nodes]
 
 
