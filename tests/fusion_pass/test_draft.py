@@ -66,7 +66,8 @@ def text(graph: Graph) -> list:
     memory: dict = {}
     return [(node.op, node.name, node.target, str(node.args), str(node.kwargs), [
         (fake.dtype, fake.shape, fake.stride(), fake.storage_offset(),
-         memory.setdefault(fake.untyped_storage()._cdata, len(memory))) for fake in tensors_of(value_of(node))])
+         memory.setdefault(fake.untyped_storage()._cdata, len(memory)))
+        for fake in tensors_of(value_of(node))])
         for node in graph.nodes]
 
 
