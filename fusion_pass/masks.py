@@ -12,7 +12,7 @@ that is NaN.)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -63,7 +63,7 @@ def needless_masks(draft: Draft) -> dict[Node, str]:
     if not calls or _capturing():
         return {}
     lens = draft.lens
-    constants = _constants(lens)
+    constants = _constants(lens, {given["attn_mask"] for _, given in calls})
     known: dict[Node, str | None] = {}
     found = {}
     for node, given in calls:
@@ -118,17 +118,27 @@ def _is_pure(node: Node) -> bool:
     return name in _FACTORIES or name in _FILLS or name in _PURE or kind(node) in _PURE
 
 
-def _constants(lens: Lens) -> set[Node]:
-    """The nodes that yield the same in every call of the graph."""
-    found: set[Node] = set()
-    for node in lens.nodes:
-        if not _is_pure(node) or node in lens.transformed or lens.is_mutated(node):
+def _constants(lens: Lens, masks: Iterable[Node]) -> set[Node]:
+    """Those of `masks`, and of what they are made of, that are the same in every call of the graph."""
+    pure, waiting = set(), [*masks]
+    while waiting:
+        node = waiting.pop()
+        if node in pure or not _is_pure(node) or node in lens.transformed or lens.is_mutated(node):
             continue
         if not all(map(_small, _tensors(value_of(node)))):
             continue
-        if base_name(node) in _FILLS or all(arg in found for arg in node.all_input_nodes):
+        pure.add(node)
+        waiting += _made_of(node)
+    found: set[Node] = set()
+    for node in sorted(pure, key=lens.position.__getitem__):
+        if all(arg in found for arg in _made_of(node)):
             found.add(node)
     return found
+
+
+def _made_of(node: Node) -> Sequence[Node]:
+    """What the values of a pure node depend on."""
+    return () if base_name(node) in _FILLS else node.all_input_nodes
 
 
 def _tensors(value) -> Iterator[torch.Tensor | None]:
@@ -149,7 +159,7 @@ def _evaluate(lens: Lens, mask: Node, constants: set[Node]) -> torch.Tensor | No
         node = stack.pop()
         if node not in needed:
             needed.add(node)
-            stack += () if base_name(node) in _FILLS else node.all_input_nodes
+            stack += _made_of(node)
     values: dict[Node, object] = {}
     order = sorted(needed, key=lens.position.__getitem__)
     last = {arg: node for node in order for arg in node.all_input_nodes}
