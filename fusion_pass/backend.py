@@ -177,11 +177,12 @@ def _fused_module(gm: GraphModule, chosen: Options) -> tuple[FusionReport, Graph
     original = plain = gm.graph
     try:
         with _collector_paused():
-            plain, notes = simplified(original, chosen)
-        fused = fuse(plain, chosen, begin=True)
-        if fused.graph is not None or plain is not original:
-            gm.graph = fused.graph or plain
-            _LazyGraphModule.force_recompile(gm)  # here, where a failure falls back
+            simple = simplified(original, chosen)
+            plain, notes = simple.graph, simple.notes
+            fused = fuse(plain, chosen, begin=True, lens=simple.lens)
+            if fused.graph is not None or plain is not original:
+                gm.graph = fused.graph or plain
+                _LazyGraphModule.force_recompile(gm)  # here, where a failure falls back
     except Exception as failure:
         if strict():
             raise
@@ -218,15 +219,16 @@ def fuse_graph(graph: Graph, options: Options | None = None) -> tuple[Graph | No
 
 
 def fuse(graph: Graph, options: Options, wanted: Callable[[Site], bool] | None = None,
-         begin: bool = False) -> Fused:
+         begin: bool = False, lens: Lens | None = None) -> Fused:
     """The fused form of a Dynamo or ATen graph whose nodes carry fakes; `graph` itself is left as it is.
 
     Args:
         wanted: sites that would be fused and are not wanted stay as they are, and have no report.
         begin: begin to compile the kernels, in the background, since the graph will run.
+        lens: of `graph`, where there is one already.
     """
     with _collector_paused():
-        return _fuse(graph, options, wanted, begin)
+        return _fuse(graph, options, wanted, begin, lens)
 
 
 @contextmanager
@@ -242,8 +244,11 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _fuse(graph: Graph, options: Options, wanted: Callable[[Site], bool] | None, begin: bool) -> Fused:
-    lens = Lens(read_by_result(graph))
+def _fuse(graph: Graph, options: Options, wanted: Callable[[Site], bool] | None, begin: bool,
+          lens: Lens | None) -> Fused:
+    read = read_by_result(graph)
+    if lens is None or read is not graph:
+        lens = Lens(read)
     norms, refused = find_norms(lens)
     claimed = {node for found in norms for node in found.norm.interior}
     no_grad = options.training == "decline"

@@ -42,15 +42,16 @@ class Patches:
     given: torch.Tensor
     values: Mapping[Node, torch.Tensor]
 
-    def lay_out(self, graph: Graph, env: Mapping[Node, Node]) -> None:
-        """Have the convolution of the copied graph read a copy in channels_last."""
-        convolution = env[next(iter(self.values))]
+    def lay_out(self, graph: Graph, nodes: Mapping[Node, Node]) -> None:
+        """Have the convolution of `graph` read a copy in channels_last. `nodes`: those to change, by those of
+        which this was found."""
+        convolution = nodes[next(iter(self.values))]
         with graph.inserting_before(convolution):
-            copy = graph.call_method("contiguous", (env[self.input],),
+            copy = graph.call_method("contiguous", (nodes[self.input],),
                                      {"memory_format": FORMATS[self.given.dim()]})
-        copy.meta = dict(env[self.input].meta)
-        convolution.replace_input_with(env[self.input], copy)
-        for node, value in ((copy, self.given), *((env[n], v) for n, v in self.values.items())):
+        copy.meta = dict(nodes[self.input].meta)
+        convolution.replace_input_with(nodes[self.input], copy)
+        for node, value in ((copy, self.given), *((nodes[n], v) for n, v in self.values.items())):
             give_value(node, value)
 
 

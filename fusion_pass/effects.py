@@ -79,7 +79,8 @@ def is_plain(fake: torch.Tensor | None) -> bool:
 def storage_key(tensor: torch.Tensor) -> int | None:
     """A key of the memory behind a fake, valid while the graph is alive; None where it has none of
     its own (sparse, nested and wrapper subclasses)."""
-    if is_traceable_wrapper_subclass(tensor):  # has a storage, which says nothing
+    if not isinstance(tensor, FakeTensor) and is_traceable_wrapper_subclass(tensor):
+        # (It has a storage, which says nothing.)
         return None
     try:
         return tensor.untyped_storage()._cdata
@@ -89,8 +90,8 @@ def storage_key(tensor: torch.Tensor) -> int | None:
 
 def storages(value) -> frozenset:
     """Keys of all memory behind `value`; WORLD stands for memory that cannot be told."""
-    keys = (storage_key(t) for t in tensors_of(value))
-    return frozenset(WORLD if key is None else key for key in keys)
+    tensors = (value,) if isinstance(value, torch.Tensor) else tensors_of(value)
+    return frozenset([WORLD if (key := storage_key(t)) is None else key for t in tensors])
 
 
 def storages_of(node: Node) -> frozenset:

@@ -11,7 +11,7 @@ import os
 import re
 from bisect import bisect
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 
@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .effects import (
     RANDOM,
     WORLD,
-    Effects,
     effects_of,
     is_fence,
     is_idle_dropout,
@@ -144,13 +143,14 @@ class Lens:
 
     Attributes:
         nodes: the nodes in order; `position` is its inverse.
+        effects: per node, in order, what it reads and writes.
         order: position -> the positions that must come after it (data, a read after a write, a write
             after a read or write, random draws in turn). Lists: networkx keeps two dicts an edge, which
             large models would not leave in the processor's caches.
         segment: per node, the count of fences (grad mode, autocast, functorch) before it. A fused op
             replaces nodes of one segment only.
         updates: the private updates (`updates.py`), each with the word of its functional form, as which all
-            but `order` takes it: it is no mutation, and its result no view of what it writes.
+            but `effects` and `order` takes it: it is no mutation, and its result no view of what it writes.
     """
 
     def __init__(self, graph: Graph):
@@ -173,9 +173,9 @@ class Lens:
             for key in storages(value_of(node)) - whose if len(whose) == 1 else ():
                 self._renamed[key], = whose
         self._facts["storages"].clear()
-        effects = [effects_of(node, self.storages) for node in self.nodes]
-        self.order = self._order(effects)
-        self.updates: dict[Node, str] = private_updates(self, effects)
+        self.effects = {node: effects_of(node, self.storages) for node in self.nodes}
+        self.order = self._order()
+        self.updates: dict[Node, str] = private_updates(self)
         #: storage -> the positions of its private updates
         self._updated: dict = defaultdict(list)
         for update in self.updates:
@@ -265,9 +265,9 @@ class Lens:
         parts = [part for part in (module_path(node), source_line(node)) if part]
         return ", ".join(parts) or node.name
 
-    def _order(self, effects: Sequence[Effects]) -> list[list[int]]:
+    def _order(self) -> list[list[int]]:
         after: list[list[int]] = [[] for _ in self.nodes]
-        for effect in effects:
+        for effect in self.effects.values():
             self.written |= effect.writes
             if WORLD not in effect.writes:
                 self.overwritten |= effect.writes
@@ -299,7 +299,7 @@ class Lens:
                 else:
                     readers[key].append(i)
 
-        for i, (node, effect) in enumerate(zip(self.nodes, effects)):
+        for i, (node, effect) in enumerate(self.effects.items()):
             precede((self.position[n] for n in node.all_input_nodes if n not in self.constants), i)
             if fence is not None:
                 precede((fence,), i)

@@ -166,7 +166,7 @@ def _of_model(seen: _Seen, model, args: tuple, kwargs: dict) -> str:
         return uncompiled(*args, **kwargs)
 
     def backend(gm, inputs):
-        plain, _ = simplified(gm.graph, options)
+        plain = simplified(gm.graph, options).graph
         graph, _ = fuse_graph(plain, options)
         return _Listener(fx.GraphModule(gm, graph or plain), seen).run
 

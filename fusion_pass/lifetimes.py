@@ -6,7 +6,7 @@ import math
 
 from torch.fx import Node
 
-from .effects import WORLD, effects_of, is_fence
+from .effects import WORLD, is_fence
 from .graph import Lens
 
 
@@ -27,12 +27,11 @@ class Lifetimes:
         self.inputs: set = set()
         self.leaving: frozenset = frozenset()
         self.aliases: dict = {}
-        for position, node in enumerate(lens.nodes):
+        for position, (node, effect) in enumerate(lens.effects.items()):
             for key in lens.storages(node):
                 self.aliases.setdefault(key, []).append(node)
             if node.op in ("placeholder", "get_attr"):
                 self.inputs |= lens.storages(node)
-            effect = effects_of(node, lens.storages)
             if node.op == "output":
                 self.leaving = effect.reads
             if is_fence(node):

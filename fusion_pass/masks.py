@@ -12,16 +12,17 @@ that is NaN.)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, Node
 
+from .draft import Draft
 from .effects import effects_of, is_attention_without_dropout, value_of
 from .graph import Lens, again_on_fakes, call, on_fakes
 from .kinds import STRIDE_FREE_VIEWS, base_name, kind
-from .rewrite import copy_graph, erase_unread
+from .rewrite import erase_unread
 
 ALL, CAUSAL = "all True", "causal"
 
@@ -42,27 +43,27 @@ _ATTENTION = "scaled_dot_product_attention"
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
-def without_needless_masks(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
-    """A copy of `graph` without them, and notes for the report; `graph` itself and () where it has none."""
-    found = needless_masks(graph)
+def drop_needless_masks(draft: Draft) -> tuple[str, ...]:
+    """Leave them out of a draft, which stays as it is where it has none; returns notes for the report."""
+    found = needless_masks(draft)
     if not found:
-        return graph, ()
-    copied, env = copy_graph(graph)
-    _drop(copied, {env[node]: meaning for node, meaning in found.items()})
-    return copied, (_words(found),)
+        return ()
+    nodes = draft.change()
+    _drop(draft.graph, {nodes[node]: meaning for node, meaning in found.items()})
+    return (_words(found),)
 
 
-def needless_masks(graph: Graph) -> dict[Node, str]:
-    """The attentions of a graph, whose nodes carry fakes, that have a constant and needless mask -> ALL or
+def needless_masks(draft: Draft) -> dict[Node, str]:
+    """The attentions of a draft that have a constant and needless mask -> ALL or
     CAUSAL. None with dropout: which numbers are drawn for which score depends on the kernel, and that on
     whether there is a mask."""
-    calls = [(node, _arguments(node)) for node in graph.nodes if is_attention_without_dropout(node)]
+    calls = [(node, _arguments(node)) for node in draft.graph.nodes if is_attention_without_dropout(node)]
     calls = [(node, given) for node, given in calls
              if isinstance(given.get("attn_mask"), Node) and given.get("is_causal", False) is False]
     if not calls or _capturing():
         return {}
-    lens = Lens(graph)
-    constants = _constants(lens)
+    lens = draft.lens
+    constants = _constants(lens, {given["attn_mask"] for _, given in calls})
     known: dict[Node, str | None] = {}
     found = {}
     for node, given in calls:
@@ -117,17 +118,27 @@ def _is_pure(node: Node) -> bool:
     return name in _FACTORIES or name in _FILLS or name in _PURE or kind(node) in _PURE
 
 
-def _constants(lens: Lens) -> set[Node]:
-    """The nodes that yield the same in every call of the graph."""
-    found: set[Node] = set()
-    for node in lens.nodes:
-        if not _is_pure(node) or node in lens.transformed or lens.is_mutated(node):
+def _constants(lens: Lens, masks: Iterable[Node]) -> set[Node]:
+    """Those of `masks`, and of what they are made of, that are the same in every call of the graph."""
+    pure, waiting = set(), [*masks]
+    while waiting:
+        node = waiting.pop()
+        if node in pure or not _is_pure(node) or node in lens.transformed or lens.is_mutated(node):
             continue
         if not all(map(_small, _tensors(value_of(node)))):
             continue
-        if base_name(node) in _FILLS or all(arg in found for arg in node.all_input_nodes):
+        pure.add(node)
+        waiting += _made_of(node)
+    found: set[Node] = set()
+    for node in sorted(pure, key=lens.position.__getitem__):
+        if all(arg in found for arg in _made_of(node)):
             found.add(node)
     return found
+
+
+def _made_of(node: Node) -> Sequence[Node]:
+    """What the values of a pure node depend on."""
+    return () if base_name(node) in _FILLS else node.all_input_nodes
 
 
 def _tensors(value) -> Iterator[torch.Tensor | None]:
@@ -148,7 +159,7 @@ def _evaluate(lens: Lens, mask: Node, constants: set[Node]) -> torch.Tensor | No
         node = stack.pop()
         if node not in needed:
             needed.add(node)
-            stack += () if base_name(node) in _FILLS else node.all_input_nodes
+            stack += _made_of(node)
     values: dict[Node, object] = {}
     order = sorted(needed, key=lens.position.__getitem__)
     last = {arg: node for node in order for arg in node.all_input_nodes}

@@ -16,37 +16,38 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 from torch.utils._pytree import tree_map_only
 
+from .draft import Draft
 from .effects import WORLD, effects_of, give_value, is_plain, storage_key, storages_of, tensors_of, value_of
 from .graph import Lens, quietly, same, same_shape
 from .kinds import kind
 from .lifetimes import Lifetimes
 from .patterns.rotary import joined
-from .rewrite import copy_graph, erase_unread
+from .rewrite import erase_unread
 
 
-def without_needless_cats(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
-    """A copy of `graph` without them, and notes for the report; `graph` itself and () where it has none."""
-    found = needless_cats(graph)
+def drop_needless_cats(draft: Draft) -> tuple[str, ...]:
+    """Leave them out of a draft, which stays as it is where it has none; returns notes for the report."""
+    found = needless_cats(draft)
     if not found:
-        return graph, ()
-    copied, env = copy_graph(graph)
-    erase_unread(copied, _replace(graph, found, env), _is_pure)
+        return ()
+    left_out = _replace(found, draft.change())
+    erase_unread(draft.graph, left_out, _is_pure)
     which = "1 cat of all pieces of a tensor is" if len(found) == 1 else \
         f"{len(found)} cats of all pieces of a tensor are"
-    return copied, (f"{which} not made: the tensor itself is read",)
+    return (f"{which} not made: the tensor itself is read",)
 
 
-def needless_cats(graph: Graph) -> dict[Node, Node]:
-    """The cats of a graph, whose nodes carry fakes, that need not be made -> the tensor to read instead
-    (which may be such a cat too)."""
-    cats = [node for node in graph.nodes if kind(node) == "cat" and
+def needless_cats(draft: Draft) -> dict[Node, Node]:
+    """The cats of a draft that need not be made -> the tensor to read instead (which may be such a cat
+    too)."""
+    cats = [node for node in draft.graph.nodes if kind(node) == "cat" and
             len({storages_of(part) for part in joined(node)[0]}) == 1]
     if not cats:
         return {}
-    lens = Lens(graph)
+    lens = draft.lens
     memory = _Memory(lens)
     found = {}
     for cat in cats:
@@ -133,9 +134,9 @@ def _can_move(view: torch.Tensor, whole: torch.Tensor) -> bool:
     return storage_key(view) != storage_key(whole) or (is_plain(view) and view.dtype == whole.dtype)
 
 
-def _replace(graph: Graph, found: Mapping[Node, Node], env: dict[Node, Node]) -> list[Node]:
-    """In the copied graph, have the tensors read in the place of their cats, and the fakes of the cats' views
-    be views of them. Returns the copies of the cats."""
+def _replace(found: Mapping[Node, Node], nodes: dict[Node, Node]) -> list[Node]:
+    """Have the tensors read in the place of their cats, and the fakes of the cats' views be views of them.
+    Returns the cats. `nodes`: those to change, by those that `found` speaks of, in order (`Draft.change`)."""
     left_out = []
     bases: dict = {}  # storage of a cat -> the fake of what is read instead
 
@@ -146,15 +147,15 @@ def _replace(graph: Graph, found: Mapping[Node, Node], env: dict[Node, Node]) ->
         with quietly(base), torch.no_grad():
             return base.as_strided(view.shape, view.stride(), view.storage_offset())
 
-    for node in graph.nodes:
-        if node in found:
-            source = env[found[node]]
+    for before, node in nodes.items():
+        if before in found:
+            source = nodes[found[before]]
             bases[storage_key(value_of(node))] = value_of(source)
-            env[node].replace_all_uses_with(source)
-            left_out.append(env[node])
-            env[node] = source
+            node.replace_all_uses_with(source)
+            left_out.append(node)
+            nodes[before] = source
         elif not bases.keys().isdisjoint(storages_of(node)):
-            give_value(env[node], tree_map_only(torch.Tensor, moved, value_of(env[node])))
+            give_value(node, tree_map_only(torch.Tensor, moved, value_of(node)))
     return left_out
 
 

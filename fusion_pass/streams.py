@@ -28,14 +28,14 @@ from torch.fx import Graph, Node
 
 from .across import walks
 from .channels_last import CONVOLUTIONS, Patches, patches_of
-from .effects import effects_of, give_value, is_idle_dropout, is_plain, storages, tensors_of, value_of
+from .draft import Draft
+from .effects import give_value, is_idle_dropout, is_plain, storages, tensors_of, value_of
 from .graph import Lens, again_on_fakes, hint, quietly, same, same_shape, source_line, tensor_bytes
 from .kernels.pointwise import POINTWISE
 from .kinds import REGROUPING_VIEWS, STRIDE_FREE_VIEWS, base_name, ignores_layout, kind
 from .lifetimes import Lifetimes
 from .patterns import find_norms
 from .remedies import remedy
-from .rewrite import copy_graph
 from .site import NUMBERS, Decline, Norm, layout_order
 
 _POINTWISE = frozenset((*POINTWISE, "rsub", "pow", "clamp", "addcmul", "to", "dropout"))
@@ -51,20 +51,20 @@ _INDIFFERENT = _POINTWISE | _SUMS | _VIEWS | \
 Look = Callable[[Node], object]
 
 
-def without_streams_across(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
-    """A copy of `graph` in which streams that lie across memory are copied where they begin, and notes for
-    the report, also on those that stay as they are; `graph` itself where none is copied."""
-    found, left = streams_across(graph)
+def lay_out_streams(draft: Draft) -> tuple[str, ...]:
+    """Have the streams of a draft that lie across memory copied where they begin; it stays as it is where
+    none is. Returns notes for the report, also on those that are left."""
+    found, left = streams_across(draft)
     notes = _notes_of_left(left)
     if not found:
-        return graph, notes
-    copied, env = copy_graph(graph)
+        return notes
+    nodes = draft.change()
     for stream in found:
-        _lay_out(copied, stream, env)
+        _lay_out(draft.graph, stream, nodes)
     note = "; ".join(filter(None, (
         _note([stream for stream in found if not stream.patches], "copied where"),
         _note([stream for stream in found if stream.patches], "laid out by the convolution with which"))))
-    return copied, (note, *notes)
+    return (note, *notes)
 
 
 def _note(streams: list[Stream], what: str) -> str:
@@ -107,16 +107,16 @@ class Left:
     cause: str
 
 
-def streams_across(graph: Graph) -> tuple[list[Stream], list[Left]]:
-    """The streams of a graph, whose nodes carry fakes, that are worth a copy, in order; and those that are
+def streams_across(draft: Draft) -> tuple[list[Stream], list[Left]]:
+    """The streams of a draft that are worth a copy, in order; and those that are
     left though norms read several of their values across memory."""
     if not any(base_name(node) in CONVOLUTIONS or (kind(node) in _SUMS and any(
-            _is_across(value_of(arg)) for arg in node.all_input_nodes)) for node in graph.nodes):
+            _is_across(value_of(arg)) for arg in node.all_input_nodes)) for node in draft.graph.nodes):
         return [], []
-    sources = [node for node in graph.nodes if _starts_across(node)]
+    sources = [node for node in draft.graph.nodes if _starts_across(node)]
     if not sources:
         return [], []
-    lens = Lens(graph)
+    lens = draft.lens
     lifetimes = Lifetimes(lens)
     norms = cache(lambda: [found.norm for found in find_norms(lens)[0]])  # takes longer than all else here
     known: dict[Node, object] = {}
@@ -332,7 +332,7 @@ def _check_reader(lens: Lens, node: Node) -> None:
         raise Decline("it is returned, and would be with other strides", node)
     _check_plain(lens, node)
     word = kind(node)
-    if word not in _INDIFFERENT or effects_of(node, lens.storages).writes or \
+    if word not in _INDIFFERENT or lens.effects[node].writes or \
             (word == "getitem" and not _is_basic(node.args[1])):
         raise Decline(f"its layout may matter to what reads it: {_name(node)}", node)
 
@@ -414,17 +414,17 @@ def _copied(node: Node, look: Look) -> int:
 # -- the copy
 
 
-def _lay_out(graph: Graph, stream: Stream, env: Mapping[Node, Node]) -> None:
-    """Copy the source of `stream` in the copied graph, or what its convolution reads, and have nodes carry
-    the fakes of its values."""
+def _lay_out(graph: Graph, stream: Stream, nodes: Mapping[Node, Node]) -> None:
+    """Copy the source of `stream` in `graph`, or what its convolution reads, and have nodes carry the fakes
+    of its values. `nodes`: those to change, by those that `stream` speaks of."""
     if stream.patches:
-        stream.patches.lay_out(graph, env)
-        first = env[stream.source]
+        stream.patches.lay_out(graph, nodes)
+        first = nodes[stream.source]
     else:
-        source = env[stream.source]
+        source = nodes[stream.source]
         with graph.inserting_after(source):
             first = graph.call_function(torch.clone, (source,), {"memory_format": torch.contiguous_format})
         first.meta = dict(source.meta)
         source.replace_all_uses_with(first, delete_user_cb=lambda reader: reader is not first)
     for node, value in stream.values.items():
-        give_value(first if node is stream.source else env[node], value)
+        give_value(first if node is stream.source else nodes[node], value)

@@ -116,8 +116,8 @@ def _report(gm: torch.fx.GraphModule, options: Options, number: int) -> FusionRe
     error, fused, notes = None, Fused(None), ()
     try:
         # (Masks have no values here.)
-        plain, notes = simplified(gm.graph, replace(options, masks="keep"))
-        fused = fuse(plain, options)
+        plain = simplified(gm.graph, replace(options, masks="keep"))
+        fused, notes = fuse(plain.graph, options, lens=plain.lens), plain.notes
     except Exception as failure:
         if strict():
             raise

@@ -18,7 +18,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from .effects import RANDOM, WORLD, Effects, binds_inplace, inplace_position, value_of
+from .effects import RANDOM, WORLD, binds_inplace, inplace_position, value_of
 from .kernels.pointwise import POINTWISE
 from .kernels.region import dense_strides
 from .kinds import KINDS, REGROUPING_VIEWS, base_name, kind
@@ -69,8 +69,9 @@ def without_inplace(node: Node) -> tuple[tuple, dict]:
     return node.args[:position], kwargs
 
 
-def private_updates(lens: Lens, effects: Sequence[Effects]) -> dict[Node, str]:
-    """The updates of a graph that may be read as their functional form, in order, with their words.
+def private_updates(lens: Lens) -> dict[Node, str]:
+    """The updates of a graph that may be read as their functional form, in order, with their words; the lens
+    need not know `updates` yet.
 
     Those of a storage are private when
     - it is made in the graph, by an op that yields nothing else, and an update writes all of it;
@@ -80,12 +81,10 @@ def private_updates(lens: Lens, effects: Sequence[Effects]) -> dict[Node, str]:
     - a new tensor of its values would have its strides;
     - all happens under one grad mode and autocast, outside of functorch transforms;
     - where gradients are recorded, eager would allow it, and the update is of one dtype.
-
-    `effects` are those of the lens's nodes.
     """
     updates: dict[object, list[Node]] = defaultdict(list)
     spoiled: set = {WORLD}
-    for node, effect in zip(lens.nodes, effects):
+    for node, effect in lens.effects.items():
         writes = effect.writes - {RANDOM}
         if not writes:
             continue

@@ -91,7 +91,7 @@ def _check(lens: Lens, composite: Composite, held: Collection[Node]) -> None:
     written = next(filter(lens.is_mutated, composite.term.values), None)
     if written is not None:
         raise Decline("what the rotary embedding reads is written in place", written)
-    shared = next((node for node in lens.nodes if node in nodes and node in held), None)
+    shared = min(nodes.intersection(held), key=lens.position.__getitem__, default=None)
     if shared is not None:
         raise Decline("part of another fused site", shared)
 

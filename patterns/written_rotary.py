@@ -16,7 +16,6 @@ from collections.abc import Collection
 
 from torch.fx import Node
 
-from ..effects import effects_of
 from ..graph import Lens, same_shape
 from ..kinds import base_name
 from ..site import Composite, Term, pointwise_args, pointwise_word
@@ -78,7 +77,7 @@ def _writes(lens: Lens, buffer: Node) -> dict[int, Node] | None:
     seen = set(readers)
     for reader in readers:  # which grows on the way
         if lens.position[reader] < written or \
-                not effects_of(reader, lens.storages).writes.isdisjoint(lens.storages(buffer)):
+                not lens.effects[reader].writes.isdisjoint(lens.storages(buffer)):
             return None
         aliases = [] if lens.storages(reader).isdisjoint(lens.storages(buffer)) else reader.users
         readers += [user for user in aliases if user not in seen]

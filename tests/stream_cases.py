@@ -4,8 +4,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ascend_ln_fuse.draft import Draft
 from ascend_ln_fuse.effects import tensors_of, value_of
-from ascend_ln_fuse.streams import without_streams_across
+from ascend_ln_fuse.streams import lay_out_streams
 
 BATCH, WIDTH = 2, 16
 NOTE = "1 stream that lies across memory is copied where it begins: {} norms read rows"
@@ -81,6 +82,13 @@ def graph_of(f, *inputs, grad=False):
         torch.compile(f, backend=lambda gm, _: found.append(gm.graph) or gm.forward)(*inputs)
     graph, = found
     return graph
+
+
+def without_streams_across(graph):
+    """(the graph with its streams laid out, the notes on them)"""
+    draft = Draft(graph)
+    notes = lay_out_streams(draft)
+    return draft.graph, notes
 
 
 def notes_of(f, *inputs, grad=False):

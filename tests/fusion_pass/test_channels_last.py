@@ -4,11 +4,9 @@ CPU's convolutions follow the layout of what they read in bf16, as cuDNN's do; i
 import pytest
 import torch
 from checks import check
-from stream_cases import NOTE, WIDTH, close, graph_of, laid_out, model, randn
+from stream_cases import NOTE, WIDTH, close, graph_of, laid_out, model, randn, without_streams_across
 from torch import nn
 from torch.nn import functional as F
-
-from ascend_ln_fuse.streams import without_streams_across
 
 BF16 = torch.bfloat16
 LAID_OUT = NOTE.replace("copied where it begins", "laid out by the convolution with which it begins")

@@ -232,10 +232,10 @@ def test_a_form_that_fails_leaves_the_others(fuser, clock, monkeypatch):
 def test_a_form_that_cannot_be_made_is_none(fuser, clock, monkeypatch):
     original = backend.fuse
 
-    def fuse(graph, options, wanted=None, begin=False):
+    def fuse(graph, options, wanted=None, **others):
         if wanted is not None:
             raise RuntimeError("broken")
-        return original(graph, options, wanted, begin)
+        return original(graph, options, wanted, **others)
 
     monkeypatch.setattr(backend, "fuse", fuse)
     assert run(Heads(), torch.randn(4, 512)).fused == 3

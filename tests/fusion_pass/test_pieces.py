@@ -583,6 +583,6 @@ def test_aten_graphs():
         return slices(x * 2) + 1
 
     gm = make_fx(f, tracing_mode="fake")(example())
-    graph, notes = simplified(gm.graph, Options())
-    assert notes == (NOTE,) and not cats(graph)
-    assert torch.equal(torch.fx.GraphModule(gm, graph)(example()), f(example()))
+    plain = simplified(gm.graph, Options())
+    assert plain.notes == (NOTE,) and not cats(plain.graph)
+    assert torch.equal(torch.fx.GraphModule(gm, plain.graph)(example()), f(example()))

@@ -4,16 +4,29 @@ import pytest
 import torch
 from cat_pieces import compiled
 from checks import check
-from stream_cases import BATCH, NOTE, POSITIONS, WIDTH, close, graph_of, laid_out, model, randn, video
+from stream_cases import (
+    BATCH,
+    NOTE,
+    POSITIONS,
+    WIDTH,
+    close,
+    graph_of,
+    laid_out,
+    model,
+    randn,
+    video,
+    without_streams_across,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ascend_ln_fuse import Options, across, backend, last_reports
+from ascend_ln_fuse.draft import Draft
 from ascend_ln_fuse.graph import Lens
 from ascend_ln_fuse.loading import Example
 from ascend_ln_fuse.memory import live_bytes
-from ascend_ln_fuse.streams import streams_across, without_streams_across
+from ascend_ln_fuse.streams import streams_across
 from ascend_ln_fuse.trace import trace
 
 
@@ -179,7 +192,7 @@ def test_left_where_dropout_draws():
             hidden = hidden + F.layer_norm(F.dropout(hidden, 0.5), (WIDTH,))
         return F.layer_norm(hidden, (WIDTH,))
 
-    laid, _ = streams_across(graph_of(f, randn(BATCH, 3, 8), randn(WIDTH, 3, 1)))
+    laid, _ = streams_across(Draft(graph_of(f, randn(BATCH, 3, 8), randn(WIDTH, 3, 1))))
     assert not laid
 
 

@@ -28,8 +28,8 @@ from ascend_ln_fuse.site import Site
 def watched() -> Iterator[set[str]]:
     """A set that fills, inside, with the names of what the pass does."""
     hits: set[str] = set()
-    rewrite, drop, join = backend.rewrite, simplify.without_needless_masks, simplify.without_needless_cats
-    lay_out = simplify.without_streams_across
+    rewrite, drop, join = backend.rewrite, simplify.drop_needless_masks, simplify.drop_needless_cats
+    lay_out = simplify.lay_out_streams
     find, call = Recent.find, FusedSegment.call
 
     def watched_rewrite(lens: Lens, taken: Taken, **options):
@@ -37,21 +37,21 @@ def watched() -> Iterator[set[str]]:
             hits.update(_of_site(lens, site))
         return rewrite(lens, taken, **options)
 
-    def watched_drop(graph):
-        result, notes = drop(graph)
+    def watched_drop(draft):
+        notes = drop(draft)
         hits.update(f"mask dropped: {meaning}" for meaning in ("all True", "causal")
                     if any(meaning in note for note in notes))
-        return result, notes
+        return notes
 
-    def watched_join(graph):
-        result, notes = join(graph)
+    def watched_join(draft):
+        notes = join(draft)
         hits.update(["cat of pieces left out"] if notes else [])
-        return result, notes
+        return notes
 
-    def watched_lay_out(graph):
-        result, notes = lay_out(graph)
-        hits.update(["stream laid out"] if result is not graph else [])
-        return result, notes
+    def watched_lay_out(draft):
+        notes = lay_out(draft)
+        hits.update(["stream laid out"] if any(" left so" not in note for note in notes) else [])
+        return notes
 
     def watched_find(self, tensors, pointers):
         found = find(self, tensors, pointers)
@@ -65,9 +65,9 @@ def watched() -> Iterator[set[str]]:
 
     with mock.patch.object(backend, "rewrite", watched_rewrite), \
             mock.patch.object(FusedSegment, "call", watched_call), \
-            mock.patch.object(simplify, "without_needless_masks", watched_drop), \
-            mock.patch.object(simplify, "without_needless_cats", watched_join), \
-            mock.patch.object(simplify, "without_streams_across", watched_lay_out), \
+            mock.patch.object(simplify, "drop_needless_masks", watched_drop), \
+            mock.patch.object(simplify, "drop_needless_cats", watched_join), \
+            mock.patch.object(simplify, "lay_out_streams", watched_lay_out), \
             mock.patch.object(Recent, "find", watched_find):
         yield hits
 
