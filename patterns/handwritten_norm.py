@@ -29,6 +29,8 @@ from ..site import Decline, Norm
 from .vector_norm import clamped_from_below, is_euclidean, places_from_the_end, vector_norm
 from .written_steps import NoNorm, Reader, lens_rank
 
+_CLAMPS_IN_PLACE = ("clamp_", "clamp_min_")
+
 
 @dataclass(frozen=True)
 class _Stat:
@@ -191,7 +193,7 @@ class _Matcher(Reader):
                 return length
         if self.lens.kind(node) == "add":
             self._decline_eps_on_std(node)
-        if base_name(node) in ("clamp_", "clamp_min_"):
+        if base_name(node) in _CLAMPS_IN_PLACE:
             self._decline(Decline("the statistics are changed in place", self.out),
                           lambda: self._statistic(self._std(node.args[0])))
         raise NoNorm
@@ -236,6 +238,9 @@ class _Matcher(Reader):
         if clamped is not None and self._is_scalar(clamped[1]):
             self._decline(Decline("eps bounds the squares instead of being added to them", self.out),
                           lambda: self._statistic(clamped[0]))
+        if base_name(node) in _CLAMPS_IN_PLACE and node.args:
+            self._decline(Decline("the statistics are changed in place", self.out),
+                          lambda: self._statistic(node.args[0]))
         return self._statistic(node), 0.0
 
     def _decline_in_place(self, node: Node) -> NoReturn:

@@ -420,3 +420,12 @@ def test_all_reasons_at_once(function, reasons):
     assert len(found) == len(reasons) and all(map(str.startswith, found, reasons)), found
     assert site.remedy == "; ".join(remedy(why) for why in found if remedy(why))
     assert [bool(remedy(why)) for why in found] == [*reasons.values()]
+
+
+@pytest.mark.parametrize("function", [
+    lambda x: centre(x) / x.var(-1, unbiased=False, keepdim=True).clamp_min_(1e-5).sqrt(),
+    lambda x: centre(x) * torch.rsqrt(x.var(-1, unbiased=False, keepdim=True).clamp_min_(1e-5)),
+    lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True).clamp_(min=1e-6))])
+def test_a_clamp_in_place_is_told(function):
+    report = check(Of(function), torch.randn(4, 16, 16), fused=0, declined=None, exact=False)
+    assert [site.reason for site in report.sites] == ["the statistics are changed in place"]
