@@ -35,6 +35,7 @@ from .options import Options
 from .report import traffic, visible
 from .rules import rules_of_an_npu
 from .simplify import simplified
+from .trace import cause
 
 GENERATED, LIBRARY, NONE = "generated", "library", "none"
 
@@ -128,7 +129,8 @@ def kernel_info(op_or_model: nn.Module | LayerNormLinearFusion | Callable, examp
 
     Raises:
         TypeError: `op_or_model` cannot be called, or `example_inputs` is missing.
-        ValueError: an unknown `soc`.
+        ValueError: an unknown `soc`, or a model that does not run on the inputs: the message has its error
+            and the line.
     """
     if soc is not None:
         from .kernels.ascend.toolchain import resolve_soc
@@ -175,7 +177,15 @@ def _of_model(seen: _Seen, model, args: tuple, kwargs: dict) -> str:
             graph, _ = fuse_graph(plain, options)
         return _Listener(fx.GraphModule(gm, graph or plain), seen).run
 
-    torch.compile(frame_round(model), backend=backend)(*args, **kwargs)
+    call = frame_round(model)
+    try:
+        torch.compile(call, backend=backend)(*args, **kwargs)
+    except Exception:
+        try:
+            call(*args, **kwargs)
+        except Exception as error:
+            raise ValueError(f"the model does not run on example_inputs: {cause(error)}") from error
+        raise  # it does run: the failure is not the model's
     return "the kernels of fused sites, and the products in their chains; other operations are not listed"
 
 

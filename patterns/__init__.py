@@ -41,8 +41,8 @@ def register_pattern(name: str, match: Matcher) -> None:
     """Have the pass look for a norm of your own (docs/patterns.md has a worked example).
 
     Yours are tried before the built-in ones. What `match` yields is checked, not trusted: a norm that does
-    not replace what it says, of another shape or dtype, or with memory written inside it, is declined, and the
-    patterns that come next are asked; after a `Decline` of its own they are not.
+    not replace what it says, of another shape or dtype, or with memory written inside it, is declined, and
+    the patterns that come next are asked; after a `Decline` of its own they are not.
 
     Args:
         name: a word for the report; registering it again replaces the pattern.

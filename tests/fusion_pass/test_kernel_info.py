@@ -2,6 +2,7 @@
 
 import copy
 import json
+import sys
 
 import pytest
 import torch
@@ -188,6 +189,32 @@ def test_sites_without_a_kernel_are_counted(no_compiler, monkeypatch):
     assert (info.count, info.plain) == (0, 2) == (0, info.to_dict()["plain"])
     assert "0 of the library; 2 more as plain PyTorch" in str(info)
     assert "plain PyTorch runs: no tile holds it" in info.kernels[0].note
+
+
+def unpack(x):
+    batch, length, size = x.shape
+    return torch.nn.functional.layer_norm(x, (size,))
+
+
+@pytest.mark.parametrize("model, inputs, words", [
+    (unpack, torch.randn(2, 8), r"not enough values to unpack.*\(test_kernel_info\.py:\d+\)"),
+    (Block(), torch.randn(2, 8), r"\(test_kernel_info\.py:\d+\)"),
+    (Block(), {"y": torch.randn(2, 32)}, "unexpected keyword argument 'y'"),
+    (Block(), (), "missing 1 required positional argument"),
+    (Block(), "words", "must be Tensor, not str")])
+def test_a_model_that_does_not_run_on_the_inputs(no_compiler, model, inputs, words):
+    with pytest.raises(ValueError, match=f"the model does not run on example_inputs: .*{words}"):
+        kernel_info(model, inputs)
+
+
+def test_a_failure_of_the_pass_is_not_laid_at_the_models_door(no_compiler, monkeypatch):
+    def fails(*args):
+        raise RuntimeError("the pass is at fault")
+
+    monkeypatch.setattr(sys.modules[kernel_info.__module__], "fuse_graph", fails)
+    with pytest.raises(Exception, match="the pass is at fault") as caught:
+        kernel_info(Block(), torch.randn(2, 32))
+    assert "example_inputs" not in str(caught.value)
 
 
 def test_any_number_of_models(no_compiler):

@@ -183,7 +183,7 @@ def test_an_input_that_is_written_before_backward_is_an_error(monkeypatch):
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 @pytest.mark.parametrize("written", ["x", "y"])
 def test_an_input_that_is_written_on_a_cpu(written, inner):
-    """With the default inner, autograd records the plain form's own operations there, and keeps what eager does."""
+    """With the default inner, autograd records the plain form there, and keeps what eager keeps."""
     x, y, grad = torch.randn(6, 16, requires_grad=True), torch.randn(6, 16), torch.randn(6, 16)
 
     def norm(x, y):
