@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from .graph import hint, same
+from .rules import rules_of
 
 #: Devices whose compilers want the lane innermost in memory.
 INNERMOST = frozenset({"npu"})
@@ -27,7 +28,7 @@ def lies_across(fake: torch.Tensor, axis: int = -1) -> bool:
     """Whether dim `axis` is no innermost dim, but one that kernels for the fake's device walk all the same,
     reading or writing. Decided by the sizes seen here: at others it is slower at worst."""
     lane, stride = hint(fake.shape[axis]), hint(fake.stride(axis))
-    if fake.device.type in INNERMOST or not 1 < lane <= MAX_ACROSS or stride in (0, 1):
+    if rules_of(fake.device) in INNERMOST or not 1 < lane <= MAX_ACROSS or stride in (0, 1):
         return False
     return _run(fake, axis) * fake.element_size() >= LEAST_RUN_BYTES
 
@@ -39,7 +40,7 @@ def walks(fake: torch.Tensor, axis: int = -1) -> bool:
 
 def why_not(fake: torch.Tensor, axis: int = -1) -> str:
     """Why kernels for the fake's device do not walk dim `axis`, where `walks` says that they do not."""
-    if fake.device.type in INNERMOST:
+    if rules_of(fake.device) in INNERMOST:
         return "Ascend's compiler wants the normalised dim innermost in memory"
     short = hint(fake.shape[axis]) <= MAX_ACROSS
     return "the normalised dim lies across memory, " + (

@@ -79,7 +79,7 @@ def ascend_ln_fuse(gm: GraphModule, example_inputs, *,
     compile_seconds()  # a wrong value is said here, not laid at a kernel's door
     if chosen.inner == "eager" and kwargs.get("mode") == "reduce-overhead":
         del kwargs["mode"]
-        chosen = replace(chosen, inner=_GRAPH_COMPILERS.get(_device_type(example_inputs), "eager"))
+        chosen = replace(chosen, inner=_GRAPH_COMPILERS.get(device_type(example_inputs), "eager"))
     inner = inner_compiler(chosen.inner)
     if chosen.inner == "inductor":
         kwargs = inductor_arguments(kwargs)
@@ -93,7 +93,7 @@ def ascend_ln_fuse(gm: GraphModule, example_inputs, *,
     report, plain = _fused_module(gm, chosen)
     try:
         if report.fused and chosen.inner_choice == "measure" and chosen.inner not in RUN_AS_WRITTEN and \
-                _device_type(example_inputs) != "cpu":
+                device_type(example_inputs) != "cpu":
             compiled, report = _compile_the_fastest(gm, plain, example_inputs, chosen, inner, kwargs,
                                                     report)
         else:
@@ -148,7 +148,7 @@ def _twin(gm: GraphModule, graph: Graph) -> GraphModule:
     return twin
 
 
-def _device_type(inputs) -> str:
+def device_type(inputs) -> str:
     """The type of the accelerator that the graph has tensors on, else "cpu"."""
     types = [x.device.type for x in inputs if isinstance(x, torch.Tensor)]
     return next((kind for kind in types if kind != "cpu"), "cpu")
@@ -470,17 +470,21 @@ def auto_fusion(model: torch.nn.Module, *, dynamic: bool | None = None, fullgrap
              "options": {name: getattr(chosen, name) for name in options}}
     if trace_rules.check(model.forward):
         # Module.compile captures nothing where forward is PyTorch's own (nn.Sequential).
-        model._compiled_call_impl = torch.compile(_frame_round(model), **given)
+        model._compiled_call_impl = torch.compile(frame_round(model), **given)
     else:
         model.compile(**given)
     return model
 
 
-def _frame_round(model: torch.nn.Module) -> Callable:
-    """A function that calls `model`, with a code object of its own: Dynamo keeps what it compiled, and
-    counts how often, by code object."""
-    def call(*args, **kwargs):
-        return model._call_impl(*args, **kwargs)
+def frame_round(model: Callable) -> Callable:
+    """A function that calls `model` (a module as if it were not compiled in place), with a code object of its
+    own: Dynamo keeps what it compiled, and counts how often, by code object."""
+    if isinstance(model, torch.nn.Module):
+        def call(*args, **kwargs):
+            return model._call_impl(*args, **kwargs)
+    else:
+        def call(*args, **kwargs):
+            return model(*args, **kwargs)
 
     return types.FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None,
                               call.__closure__)

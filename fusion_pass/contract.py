@@ -15,6 +15,7 @@ from .kernels.layout import MAX_DIMS, Unsupported, layout
 from .kernels.reference import TORCH_DTYPES
 from .kernels.region import NORMS, broadcast_sizes, dense_strides
 from .kernels.tiling import holds_across
+from .rules import rules_of
 from .site import Decline, Norm, Site
 from .views import Step, replay
 
@@ -73,8 +74,7 @@ def check_norm(lens: Lens, norm: Norm) -> None:
 def check_kernel(lens: Lens, site: Site) -> None:
     """Raise Decline where no kernel would serve `site`, so that it would run as its torch reference."""
     region, node = site.region, site.anchor
-    device = site.fakes[0].device.type
-    if region.compute == "f64" and device == "npu":
+    if region.compute == "f64" and rules_of(site.fakes[0].device) == "npu":
         raise Decline("fp64 has no kernel on Ascend", node)
     for out, result in zip(region.outputs, site.outputs, strict=True):
         if out.order[-1] != region.rank - 1 and (region.lane > 1 or site.axis is not None) and \

@@ -10,20 +10,22 @@ import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from .backend import fuse_graph
+from .backend import device_type, frame_round, fuse_graph
 from .chain_modules import FusedChain, LayerNormLinearFusion
-from .kernels.call import Call
+from .kernels.call import DEFAULT_SOC, Call
 from .kernels.chain import RegionStage, evaluate
 from .kernels.chain_choice import ACTIVATED, ONE_KERNEL, Way
 from .kernels.chain_products import Product
 from .kernels.chain_ways import ChainRunner
 from .kernels.joined import Joined
+from .kernels.launch import runs_reference
 from .kernels.layout import Unsupported
 from .kernels.reference import DTYPE_WORDS, TORCH_DTYPES
 from .kernels.region import parse
@@ -31,7 +33,9 @@ from .kernels.source import KernelSource, jit
 from .kernels.targets import npu
 from .options import Options
 from .report import traffic, visible
+from .rules import rules_of_an_npu
 from .simplify import simplified
+from .trace import cause
 
 GENERATED, LIBRARY, NONE = "generated", "library", "none"
 
@@ -44,7 +48,7 @@ class KernelEntry:
         name: of the function, as profilers show it; "" for the library's, which are not ours to name.
         kind: "generated", "library" (torch's product), or "none" (plain PyTorch runs; `note` says why).
         region: what it computes, as text.
-        target: what it was generated for.
+        target: what would run it: a SoC, or the device.
         block: its block shape; "" for the library's.
         on_chip_bytes, on_chip_limit: memory that the compiler gave one program, and what there is: the
             Unified Buffer on Ascend, shared memory on CUDA; None where no compiler is there to say.
@@ -93,8 +97,13 @@ class KernelInfo:
         """Those of generated kernels."""
         return sum(kernel.launches for kernel in self.kernels if kernel.kind == GENERATED)
 
+    @property
+    def plain(self) -> int:
+        """Fused sites of one call that have no kernel: plain PyTorch runs them, in launches of its own."""
+        return sum(kernel.launches for kernel in self.kernels if kernel.kind == NONE)
+
     def to_dict(self) -> dict[str, Any]:
-        return {"count": self.count, "generated": self.generated, "note": self.note,
+        return {"count": self.count, "generated": self.generated, "plain": self.plain, "note": self.note,
                 "kernels": [kernel.to_dict() for kernel in self.kernels]}
 
     def to_json(self, indent: int | None = 2) -> str:
@@ -110,7 +119,8 @@ def kernel_info(op_or_model: nn.Module | LayerNormLinearFusion | Callable, examp
 
     For a chain module or LayerNormLinearFusion those of its chain. For any other module or function it is
     compiled apart with the backend, called once, and the kernels of its fused sites are listed; its other
-    operations are not. On a CPU, where plain PyTorch runs, the kernels are those that an NPU would launch.
+    operations are not. On a CPU, where plain PyTorch runs, and wherever `soc` is given, it is compiled as for
+    that NPU: fused is what `ascend-ln-fuse explain` and `check` show for the same SoC and grad mode.
 
     Args:
         example_inputs: a tensor, a tuple of the call's positional arguments or a dict of its keyword ones.
@@ -119,7 +129,8 @@ def kernel_info(op_or_model: nn.Module | LayerNormLinearFusion | Callable, examp
 
     Raises:
         TypeError: `op_or_model` cannot be called, or `example_inputs` is missing.
-        ValueError: an unknown `soc`.
+        ValueError: an unknown `soc`, or a model that does not run on the inputs: the message has its error
+            and the line.
     """
     if soc is not None:
         from .kernels.ascend.toolchain import resolve_soc
@@ -158,19 +169,23 @@ def _of_chain(seen: _Seen, op: FusedChain | LayerNormLinearFusion, args: tuple, 
 
 def _of_model(seen: _Seen, model, args: tuple, kwargs: dict) -> str:
     model = getattr(model, "_orig_mod", model)  # of torch.compile
-    # A function of its own: a module that is compiled in place would run what it has.
-    uncompiled = model._call_impl if isinstance(model, nn.Module) else model
     options = Options(report="off")
 
-    def call(*args, **kwargs):
-        return uncompiled(*args, **kwargs)
-
     def backend(gm, inputs):
-        plain = simplified(gm.graph, options).graph
-        graph, _ = fuse_graph(plain, options)
+        with rules_of_an_npu() if seen.for_npu(torch.device(device_type(inputs))) else nullcontext():
+            plain = simplified(gm.graph, options).graph
+            graph, _ = fuse_graph(plain, options)
         return _Listener(fx.GraphModule(gm, graph or plain), seen).run
 
-    torch.compile(call, backend=backend)(*args, **kwargs)
+    call = frame_round(model)
+    try:
+        torch.compile(call, backend=backend)(*args, **kwargs)
+    except Exception:
+        try:
+            call(*args, **kwargs)
+        except Exception as error:
+            raise ValueError(f"the model does not run on example_inputs: {cause(error)}") from error
+        raise  # it does run: the failure is not the model's
     return "the kernels of fused sites, and the products in their chains; other operations are not listed"
 
 
@@ -219,6 +234,10 @@ class _Seen:
     def __init__(self, soc: str | None):
         self.soc = soc
         self.found: dict[tuple, KernelEntry] = {}
+
+    def for_npu(self, device: torch.device) -> bool:
+        """Whether the kernels for what is on `device` are listed as an NPU's."""
+        return self.soc is not None or runs_reference(device)
 
     def entries(self) -> tuple[KernelEntry, ...]:
         return tuple(self.found.values())
@@ -269,7 +288,8 @@ class _Seen:
             given = [t for t in operands if t is not None]
             word = str(stage).partition("= ")[2].partition("(")[0]
             text = f"{word}({', '.join(map(_typed, given))})"
-            made[stage.names] = [KernelEntry("", LIBRARY, text, str(device), "", None, None,
+            target = (self.soc or DEFAULT_SOC) if self.for_npu(device) else str(device)
+            made[stage.names] = [KernelEntry("", LIBRARY, text, target, "", None, None,
                                              sum(map(_bytes, given)), _bytes(result), 1, "torch's product")]
             values[stage.name] = result
             return result
@@ -344,18 +364,20 @@ def _generated(call: Call) -> KernelEntry:
     widths = [torch.empty((), dtype=TORCH_DTYPES[x.dtype]).element_size() for x in region.inputs]
     read = sum(math.prod(n for n, step in zip(shape, stride) if step) * width
                for shape, stride, width in zip(call.shapes, call.strides, widths))
+    where = str(call.device)
     try:
         target = call.target()
+        where = target.name
         walk = call.walk(target)
-        kernel = call.kernel()
+        kernel = call.first_kernel()
     except (Unsupported, ImportError) as why:
-        return KernelEntry("", NONE, region.text, str(call.device), "", None, None, read, 0, 1,
+        return KernelEntry("", NONE, region.text, where, "", None, None, read, 0, 1,
                            f"plain PyTorch runs: {why}")
     written = sum(math.prod(walk.space) * torch.empty((), dtype=TORCH_DTYPES[x.dtype]).element_size()
                   for x in region.outputs)
     if kernel is None:
         return KernelEntry("", NONE, region.text, target.name, "", None, None, read, written, 1,
-                           "no element to compute" if 0 in walk.space else "plain PyTorch runs")
+                           "no element to compute")
     entry = KernelEntry(kernel.name, GENERATED, region.text, target.name, str(kernel.tile), None, None, read,
                         written)
     return _on_npu(entry, call, target.name) if target.backend == "npu" else _on_cuda(entry, call, kernel)
@@ -406,7 +428,9 @@ def _render(info: KernelInfo, width: int = 80) -> str:
     out = io.StringIO()
     console = Console(file=out, width=width, force_terminal=False, force_jupyter=False)
     other = info.count - info.generated
-    console.print(Text(f"{info.count} kernels a call: {info.generated} generated, {other} of the library"))
+    beside = f"; {info.plain} more as plain PyTorch" if info.plain else ""
+    console.print(Text(f"{info.count} kernels a call: {info.generated} generated, {other} of the library"
+                       f"{beside}"))
     if info.kernels:
         table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
         table.add_column("kernel", overflow="fold")

@@ -24,6 +24,8 @@ REMEDIES = {
     "weight and input have different dtypes, which eager may refuse":
         "`weight.to(x.dtype)`, or the input cast",
     "the statistics are changed in place": "`variance + eps`",
+    "eps is added to the standard deviation":
+        "`/ torch.sqrt(variance + eps)`, if eps may act otherwise",
     "the variance is unbiased": "`unbiased=False` (`correction=0`), if the mean over D is meant",
     "eps is added to the length of the vector, which is not clamped to it":
         "`x / x.norm(dim=-1, keepdim=True).clamp_min(eps)`, if eps may act otherwise",
@@ -54,6 +56,8 @@ REMEDIES = {
 
 
 def remedy(reason: str) -> str:
-    """What helps against `reason`, or against each of several; "" where nothing is known to."""
-    return "; ".join(dict.fromkeys(helps for one in reason.split(ALSO)
-                                   for start, helps in REMEDIES.items() if one.startswith(start)))
+    """What helps against `reason`, or all that has to be done against several; "" where for one of them
+    nothing is known to help: what helps against the others alone would change nothing."""
+    found = [next((helps for start, helps in REMEDIES.items() if one.startswith(start)), "")
+             for one in reason.split(ALSO)]
+    return "; and ".join(dict.fromkeys(found)) if all(found) else ""

@@ -43,7 +43,7 @@ class SiteReport:
     device: str = ""
     kernels_removed: tuple[str, ...] = ()  # eager ops that disappear
     hidden_kernels: tuple[str, ...] = ()  # predicted for Ascend, in launch order (hidden.py)
-    bytes_before: int | None = None  # memory traffic of one call; hints when sizes are symbolic
+    bytes_before: int | None = None  # traffic of one call, forward alone; hints for symbolic sizes
     bytes_after: int | None = None
     symbolic: bool = False  # the byte counts are for the sizes seen at compile time
     note: str = ""

@@ -64,15 +64,19 @@ class Call:
             yield Offline(generate(self.region, walk.structure, tile, target), grid, walk, integers,
                           self.region)
 
+    def first_kernel(self) -> KernelSource | None:
+        """The kernel that is tried first; None for a call without elements. Unsupported where none is."""
+        target = self.target()
+        walk = self.walk(target)
+        if 0 in walk.space:
+            return None
+        tile = ladder(self.region, walk.structure, walk.sizes, target)[0]
+        return generate(self.region, walk.structure, tile, target)
+
     def kernel(self) -> KernelSource | None:
-        """The kernel that is tried first; None where the reference runs instead."""
+        """`first_kernel`; None where the reference runs instead."""
         try:
-            target = self.target()
-            walk = self.walk(target)
-            if 0 in walk.space:
-                return None
-            tile = ladder(self.region, walk.structure, walk.sizes, target)[0]
-            return generate(self.region, walk.structure, tile, target)
+            return self.first_kernel()
         except Unsupported:
             return None
 

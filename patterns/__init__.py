@@ -41,7 +41,8 @@ def register_pattern(name: str, match: Matcher) -> None:
     """Have the pass look for a norm of your own (docs/patterns.md has a worked example).
 
     Yours are tried before the built-in ones. What `match` yields is checked, not trusted: a norm that does
-    not replace what it says, of another shape or dtype, or with memory written inside it, is declined.
+    not replace what it says, of another shape or dtype, or with memory written inside it, is declined, and
+    the patterns that come next are asked; after a `Decline` of its own they are not.
 
     Args:
         name: a word for the report; registering it again replaces the pattern.
@@ -96,15 +97,18 @@ def find_norms(lens: Lens) -> tuple[list[Found], list[tuple[Node, Decline]]]:
     active = list(patterns())
     for node in lens.nodes:
         for pattern in tuple(active):
+            found: list[Norm] = []
             try:
                 found = list(pattern.match(lens, node) or ())
                 for norm in found:
                     check_norm(lens, norm)
-                    norms.append(Found(norm, pattern))
+                norms += [Found(norm, pattern) for norm in found]
             except Decline as decline:
                 if pattern.users:
                     decline = Decline(f"pattern {pattern.name}: {decline.reason}", decline.node)
                 refused.append((node, decline))
+                if pattern.users and found:
+                    continue  # what it yields is at fault, which says nothing of the norm
                 break
             except Exception as error:
                 if not pattern.users or strict():

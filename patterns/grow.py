@@ -19,6 +19,7 @@ from ..graph import Lens, same, same_shape
 from ..heads import Heads, heads_below
 from ..kernels.reference import DTYPE_WORDS
 from ..kinds import REGROUPING_VIEWS, STRIDE_FREE_VIEWS
+from ..rules import rules_of
 from ..site import NUMBERS, Composite, Decline, Moved, Norm, pointwise_args, pointwise_word
 from ..views import Step, replay
 from .rotary import ELEMENTWISE, MAX_LANE, rotations
@@ -372,7 +373,7 @@ class Grower:
 
     def _rotates(self) -> bool:
         """Whether a kernel can move elements along the lane."""
-        return self.reach.rotary and self.device.type not in ELEMENTWISE and not self.flat and \
+        return self.reach.rotary and rules_of(self.device) not in ELEMENTWISE and not self.flat and \
             self.axis == -1 and self.regroup is None
 
     def _passes_view(self, view: Node, node: Node) -> bool:

@@ -10,6 +10,7 @@ from torch.fx import Node
 from ..effects import value_of
 from ..graph import Lens, same_shape, static_size
 from ..kinds import base_name
+from ..rules import rules_of
 from ..site import Decline, Norm
 from .vector_norm import is_euclidean, places_from_the_end
 
@@ -106,5 +107,5 @@ def _check_mixed(fake, vectors, word: str, node: Node) -> None:
         return
     low = fake.dtype in (torch.bfloat16, torch.float16)
     wide = all(vector.dtype == torch.float32 for vector in vectors)
-    if word != "layer_norm" or not (low and wide) or fake.device.type not in ("cpu", "npu"):
+    if word != "layer_norm" or not (low and wide) or rules_of(fake.device) not in ("cpu", "npu"):
         raise Decline("weight and input have different dtypes, which eager may refuse", node)

@@ -19,6 +19,7 @@ from ..graph import Lens, module_path
 from ..kernels.region import NormRegion
 from ..kernels.values import ancestors
 from ..kinds import base_name
+from ..rules import rules_of
 from ..select import Taken
 from ..site import Composite, Decline, Norm, Site, assemble, pointwise_word
 from .grow import MAX_OPERANDS, Grower, Grown, Reach
@@ -82,7 +83,7 @@ def _composites(lens: Lens) -> Iterator[Composite]:
 def _check(lens: Lens, composite: Composite, held: Collection[Node]) -> None:
     """Raise Decline where no site may hold `composite`, whatever stands round it."""
     out, nodes = composite.out, composite.nodes
-    if lens.tensor(out).device.type in ELEMENTWISE:
+    if rules_of(lens.tensor(out).device) in ELEMENTWISE:
         raise Decline("Ascend's compiler permutes a lane element by element", out)
     if len({lens.segment[part] for part in nodes}) > 1:
         raise Decline("a mode is switched inside the rotary embedding", out)

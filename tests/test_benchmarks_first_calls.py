@@ -63,7 +63,8 @@ def test_rows_of_their_own(tmp_path, monkeypatch, capsys):
     rows, (row,) = held(path)
     assert not rows and row["compile_times"] == {"rounds": 2} and not row["columns"]  # smoke: no times
     assert row["command"] == "python -m benchmarks.models --first-calls --device cpu --tiny --rounds 2"
-    assert "First calls at the published depth" in capsys.readouterr().out
+    shown = capsys.readouterr().out  # --tiny, which is no published depth
+    assert "First calls of small models" in shown and "published depth" not in shown
     run(path, "--columns", "eager", "--rounds", "2")
     run(path, "--first-calls")
     assert len(seen) == 1
@@ -200,3 +201,17 @@ def test_a_failure_is_a_result(tmp_path, monkeypatch, capsys):
     assert "took more than 240 s" in capsys.readouterr().out
     monkeypatch.setattr(cli, "measure_first_calls", lambda *args: pytest.fail("measured again"))
     assert run(path, "--first-calls") == 0
+
+
+@pytest.mark.parametrize("there, words", [
+    (["triton-ascend"], {"triton-ascend": "3.2"}), (["triton"], {"triton": "3.2"}),
+    (["triton", "triton-ascend"], {"triton": "3.2"}), ([], {"triton": "not installed"})])
+def test_the_triton_that_is_there(there, words, monkeypatch):
+    def version(name):
+        if name.startswith("triton") and name not in there:
+            raise results.importlib.metadata.PackageNotFoundError
+        return "3.2"
+
+    monkeypatch.setattr(results.importlib.metadata, "version", version)
+    monkeypatch.setattr(results.importlib.metadata, "distributions", lambda name: [name] * (name in there))
+    assert {k: v for k, v in results.versions("").items() if k.startswith("triton")} == words

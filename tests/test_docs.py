@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from ascend_ln_fuse import FusionReport
 from ascend_ln_fuse.options import _CHOICES, Options
+from ascend_ln_fuse.report import SiteReport
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -105,3 +107,25 @@ def test_make_has_the_commands_that_are_named():
     assert {"demo", "test", "test-gpu", "bench"} <= named
     for command in named:
         assert re.search(rf"^{command}:", makefile, re.MULTILINE), command
+
+
+@pytest.mark.parametrize("kind, json_only", [(FusionReport, {"graph"}), (SiteReport, set())])
+def test_the_attributes_of_reports(kind, json_only):
+    """Each attribute is in the table, and each key of the JSON is one, but for those that the table names."""
+    page = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+    table = page.split(f"<!-- {kind.__name__} -->\n", 1)[1].split("\n\n", 1)[0]
+    rows = [row.strip("| ").split(" | ", 1) for row in table.splitlines()[2:]]
+    listed = [name for first, _ in rows for name in re.findall(r"`(\w+)`", first)]
+    properties = [name for name, value in vars(kind).items() if isinstance(value, property)]
+    assert sorted(listed) == sorted([*(field.name for field in fields(kind)), *properties])
+    made = FusionReport() if kind is FusionReport else SiteReport("fused", "layer_norm", "here")
+    words = {name: what for first, what in rows for name in re.findall(r"`(\w+)`", first)}
+    missing = {name for name, what in words.items() if "not in JSON" in what or "in JSON `" in what}
+    assert set(made.to_dict()) == set(listed) - missing | json_only
+    assert all(f"`{name}`" in table for name in json_only)
+
+
+def test_the_methods_of_sites_are_there():
+    page = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+    for name in re.findall(r"`(\w+)\(\)`", page.split("<!-- SiteReport -->", 1)[1]):
+        assert callable(getattr(SiteReport, name)), name

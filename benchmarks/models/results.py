@@ -21,6 +21,9 @@ from .specs import SPECS, Spec
 ROOT = Path(__file__).parents[2]
 SMOKE = "smoke run on a CPU: it shows that everything runs; no time was taken"
 
+#: Of rows of --tiny: their inputs, and a word behind their layers.
+SMALL = "small"
+
 Row = dict[str, Any]
 
 
@@ -36,7 +39,9 @@ def machine(device: torch.device) -> str:
 
 
 def versions(library: str) -> dict[str, str]:
-    names = ["torch", "triton"] + ([library] if library else [])
+    # Of Triton and triton-ascend, which exclude each other, the one that is there.
+    other = _is_installed("triton-ascend") and not _is_installed("triton")
+    names = ["torch", "triton-ascend" if other else "triton"] + ([library] if library else [])
     found = {"python": platform.python_version()}
     for name in names:
         try:
@@ -45,6 +50,10 @@ def versions(library: str) -> dict[str, str]:
             found[name] = "not installed"
     found["torch"] = torch.__version__  # with the build, which the metadata may lack
     return found
+
+
+def _is_installed(distribution: str) -> bool:
+    return any(True for _ in importlib.metadata.distributions(name=distribution))
 
 
 @functools.cache
@@ -60,8 +69,8 @@ def source_digest() -> str:
 def new_row(spec: Spec, layers: int, tiny: bool, device: torch.device, command: str = "") -> Row:
     """A row without columns; `command` is what it is measured with."""
     return {"model": spec.name, "kind": spec.kind, "identity": identity(spec, layers, tiny, device),
-            "layers": spec.depth_words(layers) if not tiny else f"{layers}, small",
-            "inputs": spec.words if not tiny else "small", "smoke": device.type != "cuda",
+            "layers": spec.depth_words(layers) if not tiny else f"{layers}, {SMALL}",
+            "inputs": spec.words if not tiny else SMALL, "smoke": device.type != "cuda",
             "date": datetime.date.today().isoformat(), "command": command, "columns": {}}
 
 

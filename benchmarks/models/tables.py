@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .columns import AUTOTUNE, COLUMNS, COMPILE, EAGER, OURS, OURS_INDUCTOR
-from .results import SMOKE, Row, in_order
+from .results import SMALL, SMOKE, Row, in_order
 from .specs import DIT
 
 Table = tuple[list[str], list[list[str]]]  # header, rows
@@ -145,6 +145,11 @@ def first_calls(rows: Sequence[Row]) -> Table:
             [[row["model"], row["layers"], *cells(row)] for row in rows])
 
 
+def small_first_calls(rows: Sequence[Row]) -> Table:
+    """First calls of small models, seconds."""
+    return first_calls(rows)
+
+
 def notes(rows: Sequence[Row], where: str = "") -> list[str]:
     """What failed, was declined, fell back or was left to Inductor, a line each."""
     lines = []
@@ -232,16 +237,18 @@ class Section(NamedTuple):
 
 
 def sections(rows: Sequence[Row], deep: Sequence[Row]) -> list[Section]:
-    """Of the rows of a few layers and of those at the published depth, where there are any. A smoke run has
-    no times to compare."""
-    found, where = [], " at the published depth"
+    """Of the rows of a few layers and of those at the published depth (or of --tiny, which are not), where
+    there are any. A smoke run has no times to compare."""
+    found, deep_calls, where = [], first_calls, " at the published depth"
+    if any(row["inputs"] == SMALL for row in deep):
+        deep_calls, where = small_first_calls, ", small"
     if rows:
         timed = any(not row["smoke"] for row in rows)
         found.append(Section(rows, (times, ratios, details) if timed else (times, details),
                              goals(rows) if timed else (), notes(rows)))
     if deep:
         timed = any(not row["smoke"] for row in deep)
-        found.append(Section(deep, (first_calls,), (compile_goal(deep, where),) if timed else (),
+        found.append(Section(deep, (deep_calls,), (compile_goal(deep, where),) if timed else (),
                              notes(deep, where)))
     return found
 

@@ -94,7 +94,7 @@ def test_both_forms_compile_in_one_go(fused, dynamic, monkeypatch):
         assert all(len(call()) == 3 for call in calls)
         return [[fused], [2.0]]
 
-    monkeypatch.setattr(backend, "_device_type", lambda inputs: "cuda")
+    monkeypatch.setattr(backend, "device_type", lambda inputs: "cuda")
     monkeypatch.setattr(inner_choice, "_accelerator", lambda inputs: (torch.device("cpu"), ""))
     monkeypatch.setattr(measure, "is_capturing", lambda device: False)
     monkeypatch.setattr(measure, "by_turns", by_turns)

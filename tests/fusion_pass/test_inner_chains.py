@@ -109,12 +109,12 @@ def test_reduce_overhead_on_a_cpu_is_eager():
 @pytest.mark.parametrize("device, compiler", [("cuda", "cudagraphs"), ("npu", "npugraphs"), ("cpu", "eager")])
 def test_reduce_overhead_replays_graphs(device, compiler, monkeypatch):
     names = []
-    monkeypatch.setattr(backend, "_device_type", lambda inputs: device)
+    monkeypatch.setattr(backend, "device_type", lambda inputs: device)
     monkeypatch.setattr(backend, "inner_compiler", lambda name: names.append(name))
     torch.compile(Ffn(), backend="ascend_ln_fuse", mode="reduce-overhead")(torch.randn(2, 5, 16))
     assert names == [compiler]
 
 
 def test_the_device_type_is_the_accelerators():
-    assert backend._device_type([torch.ones(1), 3, torch.ones(1, device="meta")]) == "meta"
-    assert backend._device_type([torch.ones(1)]) == backend._device_type([]) == "cpu"
+    assert backend.device_type([torch.ones(1), 3, torch.ones(1, device="meta")]) == "meta"
+    assert backend.device_type([torch.ones(1)]) == backend.device_type([]) == "cpu"

@@ -83,7 +83,7 @@ def clock(monkeypatch, tmp_path):
     monkeypatch.setenv("ASCEND_LN_FUSE_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("ASCEND_LN_FUSE_STRICT")
     new_process(monkeypatch)
-    monkeypatch.setattr(backend, "_device_type", lambda inputs: "cuda")
+    monkeypatch.setattr(backend, "device_type", lambda inputs: "cuda")
     monkeypatch.setattr(inner_choice, "_accelerator", lambda inputs: (torch.device("cpu"), ""))
     monkeypatch.setattr(measure, "by_turns", made.by_turns)
     monkeypatch.setattr(measure, "is_capturing", lambda device: made.capturing)
@@ -181,7 +181,7 @@ def test_compilers_that_fuse_nothing_are_not_measured(inner, fuser, clock):
 
 
 def test_nothing_is_measured_on_a_cpu(fuser, clock, monkeypatch):
-    monkeypatch.setattr(backend, "_device_type", lambda inputs: "cpu")
+    monkeypatch.setattr(backend, "device_type", lambda inputs: "cpu")
     report = run(Projected(), x())
     assert fuser.compiled == [FUSED] and report.fused == 1 and not clock.measured
 

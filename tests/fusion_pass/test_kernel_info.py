@@ -1,6 +1,8 @@
 """kernel_info: what is listed, counted and said to be unknown."""
 
+import copy
 import json
+import sys
 
 import pytest
 import torch
@@ -119,6 +121,106 @@ def test_a_model_that_is_compiled_already(no_compiler, compiled):
         model = compiled(Block())
         model(x)
         assert kernel_info(model, x) == wanted
+
+
+class Patches(nn.Module):
+    """Of features that lie across memory, a norm, and another behind a residual sum."""
+
+    def __init__(self, size=64):
+        super().__init__()
+        self.patches = nn.Conv2d(3, size, 4, 4)
+        self.norm, self.last = nn.LayerNorm(size), nn.LayerNorm(size)
+        self.up = nn.Linear(size, size)
+
+    def forward(self, x):
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        return self.last(x + self.up(self.norm(x)))
+
+
+class Rotated(nn.Module):
+    """A norm, and a rotary embedding below a linear layer, declined on Ascend."""
+
+    def __init__(self, size=32):
+        super().__init__()
+        self.norm, self.q = nn.LayerNorm(size), nn.Linear(size, size)
+
+    def forward(self, x, cos, sin):
+        q = self.q(self.norm(x))
+        first, second = q.chunk(2, -1)
+        return q * cos + torch.cat((-second, first), -1) * sin
+
+
+class Channels(nn.Module):
+    """A norm over the channels of contiguous NCHW: fused on a CPU, declined on Ascend."""
+
+    def forward(self, x):
+        mean = x.mean(1, keepdim=True)
+        return (x - mean) / torch.sqrt((x - mean).pow(2).mean(1, keepdim=True) + 1e-6)
+
+
+@pytest.mark.parametrize("model, inputs", [
+    (Patches(), (torch.randn(2, 3, 32, 32),)), (Rotated(), [torch.randn(2, 8, 32) for _ in range(3)]),
+    (Channels(), (torch.randn(2, 16, 8, 8),)), (Block(), (torch.randn(2, 5, 32),)),
+    (Block().double(), (torch.randn(2, 5, 32).double(),))])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_models_kernels_are_those_of_explain(no_compiler, model, inputs, grad):
+    """On a CPU: what is fused there may be declined on Ascend, and the other way round."""
+    from ascend_ln_fuse.loading import Example
+    from ascend_ln_fuse.trace import trace
+
+    with torch.set_grad_enabled(grad):
+        info = kernel_info(model, tuple(inputs))
+    assert info.plain == 0 and {k.target for k in info.kernels} <= {"Ascend910B3"}
+    report, = trace(Example(copy.deepcopy(model), tuple(inputs), {}), grad=grad)
+    fused = [site for site in report.entries if site.status == "fused"]
+    wanted = sorted(call.kernel().name for site in fused for call in (site.call, *site.calls_behind))
+    assert sorted(k.name for k in info.kernels if k.kind == "generated" for _ in range(k.launches)) == wanted
+
+
+def test_sites_without_a_kernel_are_counted(no_compiler, monkeypatch):
+    from ascend_ln_fuse.kernels.call import Call
+    from ascend_ln_fuse.kernels.layout import Unsupported
+
+    def none(self):
+        raise Unsupported("no tile holds it")
+
+    monkeypatch.setattr(Call, "first_kernel", none)
+    info = kernel_info(nn.Sequential(nn.LayerNorm(32), nn.Sigmoid(), nn.LayerNorm(32)), torch.randn(4, 32))
+    assert (info.count, info.plain) == (0, 2) == (0, info.to_dict()["plain"])
+    assert "0 of the library; 2 more as plain PyTorch" in str(info)
+    assert "plain PyTorch runs: no tile holds it" in info.kernels[0].note
+
+
+def unpack(x):
+    batch, length, size = x.shape
+    return torch.nn.functional.layer_norm(x, (size,))
+
+
+@pytest.mark.parametrize("model, inputs, words", [
+    (unpack, torch.randn(2, 8), r"not enough values to unpack.*\(test_kernel_info\.py:\d+\)"),
+    (Block(), torch.randn(2, 8), r"\(test_kernel_info\.py:\d+\)"),
+    (Block(), {"y": torch.randn(2, 32)}, "unexpected keyword argument 'y'"),
+    (Block(), (), "missing 1 required positional argument"),
+    (Block(), "words", "must be Tensor, not str")])
+def test_a_model_that_does_not_run_on_the_inputs(no_compiler, model, inputs, words):
+    with pytest.raises(ValueError, match=f"the model does not run on example_inputs: .*{words}"):
+        kernel_info(model, inputs)
+
+
+def test_a_failure_of_the_pass_is_not_laid_at_the_models_door(no_compiler, monkeypatch):
+    def fails(*args):
+        raise RuntimeError("the pass is at fault")
+
+    monkeypatch.setattr(sys.modules[kernel_info.__module__], "fuse_graph", fails)
+    with pytest.raises(Exception, match="the pass is at fault") as caught:
+        kernel_info(Block(), torch.randn(2, 32))
+    assert "example_inputs" not in str(caught.value)
+
+
+def test_any_number_of_models(no_compiler):
+    """Dynamo compiles one code object eight times at most."""
+    for size in range(8, 104, 8):
+        assert kernel_info(nn.Sequential(nn.LayerNorm(size)), torch.randn(2, size)).count == 1
 
 
 def test_a_function_and_keyword_arguments(no_compiler):

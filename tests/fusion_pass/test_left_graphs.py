@@ -40,7 +40,7 @@ def received(monkeypatch):
 
     compile_fx = functools.partial(inductor.compile_fx, inner_compile=lower)
     monkeypatch.setattr(inductor, "compile_fx", compile_fx)
-    monkeypatch.setattr(backend, "_device_type", lambda inputs: "cuda")
+    monkeypatch.setattr(backend, "device_type", lambda inputs: "cuda")
     with config.patch(force_disable_caches=True):
         yield found
 

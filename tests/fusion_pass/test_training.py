@@ -180,6 +180,29 @@ def test_an_input_that_is_written_before_backward_is_an_error(monkeypatch):
         result.sum().backward()
 
 
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.parametrize("written", ["x", "y"])
+def test_an_input_that_is_written_on_a_cpu(written, inner):
+    """With the default inner, autograd records the plain form there, and keeps what eager keeps."""
+    x, y, grad = torch.randn(6, 16, requires_grad=True), torch.randn(6, 16), torch.randn(6, 16)
+
+    def norm(x, y):
+        return F.layer_norm(x + y, (16,))
+
+    wanted, = torch.autograd.grad(norm(x, y), x, grad)
+    compiled = torch.compile(norm, backend="ascend_ln_fuse", options={**OFF, "inner": inner})
+    given = {"x": x * 1, "y": y.clone()}
+    result = compiled(**given)
+    assert last_reports()[-1].fused == 1
+    with torch.no_grad():
+        given[written].zero_()
+    if inner == "eager":
+        torch.testing.assert_close(torch.autograd.grad(result, x, grad)[0], wanted)
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(result, x, grad)
+
+
 def test_the_option_to_decline():
     model, x = Shared(), torch.randn(6, 3, 16)
     compiled = torch.compile(model, backend="ascend_ln_fuse", options={**OFF, "training": "decline"})

@@ -7,7 +7,7 @@ import pytest
 import torch
 from checks import check
 
-from ascend_ln_fuse import Norm, register_pattern, unregister_pattern
+from ascend_ln_fuse import Decline, Norm, register_pattern, unregister_pattern
 
 PAGE = Path(__file__).parents[2] / "docs" / "patterns.md"
 
@@ -105,6 +105,28 @@ def test_a_pattern_that_raises_is_named(registered, monkeypatch):
     model = torch.nn.LayerNorm(16)
     report = check(model, torch.randn(3, 16), fused=1, declined=1)
     assert "pattern broken failed: KeyError" in report.sites[0].reason
+
+
+def test_a_pattern_at_fault_leaves_the_norm_to_the_others(registered):
+    def match(lens, node):
+        if lens.kind(node) == "layer_norm":
+            yield Norm(op="batch_norm", value=node.args[0], weight=None, bias=None, eps=0.0, shape=(16,),
+                       out=node, interior=frozenset({node}), dtype=torch.float32, spelling="mine")
+
+    registered("faulty", match)
+    report = check(torch.nn.LayerNorm(16), torch.randn(3, 16), fused=1, declined=1)
+    reasons = {site.status: site.reason for site in report.sites}
+    assert reasons["fused"] == "" and reasons["declined"].startswith("pattern faulty: op must be one of")
+
+
+def test_a_pattern_that_declines_leaves_the_norm_alone(registered):
+    def match(lens, node):
+        if lens.kind(node) == "layer_norm":
+            raise Decline("not this one")
+
+    registered("mine", match)
+    report = check(torch.nn.LayerNorm(16), torch.randn(3, 16), fused=0, declined=1)
+    assert report.sites[0].reason == "pattern mine: not this one"
 
 
 def test_errors_name_the_argument():

@@ -396,10 +396,10 @@ def test_a_weight_of_another_shape_keeps_its_own_meaning():
 #: name -> (function, how each of the reasons begins, with whether something is known to help)
 SEVERAL = {
     "annotated transformer": (lambda x: centre(x) / (x.std(-1, keepdim=True) + 1e-6),
-                              {"eps is added to the standard deviation": False,
+                              {"eps is added to the standard deviation": True,
                                "the variance is unbiased": True}),
     "eps on the root": (lambda x: centre(x) * (x.var(-1, keepdim=True).sqrt() + 1e-6).reciprocal(),
-                        {"eps is added to the standard deviation": False,
+                        {"eps is added to the standard deviation": True,
                          "the variance is unbiased": True}),
     "clamped": (lambda x: centre(x) * torch.rsqrt(x.var(-1, keepdim=True).clamp_min(1e-6)),
                 {"eps bounds the squares": True, "the variance is unbiased": True}),
@@ -413,12 +413,12 @@ SEVERAL = {
 
 @pytest.mark.parametrize("function, reasons", SEVERAL.values(), ids=SEVERAL)
 def test_all_reasons_at_once(function, reasons):
-    """Else a user does what helps against one, and meets the next."""
+    """Else a user does what helps against one, and meets the next. Advice covers all, or there is none."""
     report = check(Of(function), torch.randn(4, 16, 16) + 0.5, fused=0, declined=None, exact=False)
     site, = report.sites
     found = site.reason.split("; also: ")
     assert len(found) == len(reasons) and all(map(str.startswith, found, reasons)), found
-    assert site.remedy == "; ".join(remedy(why) for why in found if remedy(why))
+    assert site.remedy == ("; and ".join(map(remedy, found)) if all(reasons.values()) else "")
     assert [bool(remedy(why)) for why in found] == [*reasons.values()]
 
 
@@ -429,3 +429,15 @@ def test_all_reasons_at_once(function, reasons):
 def test_a_clamp_in_place_is_told(function):
     report = check(Of(function), torch.randn(4, 16, 16), fused=0, declined=None, exact=False)
     assert [site.reason for site in report.sites] == ["the statistics are changed in place"]
+
+
+def test_the_advice_for_all_reasons_fuses():
+    """Of "annotated transformer": both changes, and neither alone."""
+    def on_variance(x, unbiased):
+        return centre(x) / torch.sqrt(x.var(-1, unbiased=unbiased, keepdim=True) + 1e-6)
+
+    x = torch.randn(4, 16, 16) + 0.5
+    check(Of(lambda x: on_variance(x, False)), x, fused=1)
+    for half in (lambda x: on_variance(x, True),
+                 lambda x: centre(x) / (x.std(-1, unbiased=False, keepdim=True) + 1e-6)):
+        check(Of(half), x, fused=0, declined=1, exact=False)
