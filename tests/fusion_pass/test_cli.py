@@ -101,6 +101,39 @@ class Tokens(nn.Module):
         y = (whole * 2).contiguous()
         return nn.functional.layer_norm(torch.cat([y[:, :5], y[:, 5:]], 1), (64,))
 def tokens(): return Tokens(), torch.randn(2, 64, 32)
+class Cast(nn.Module):
+    def __init__(self, *devices, enabled=True):
+        super().__init__()
+        self.norm, self.devices, self.enabled = nn.LayerNorm(8), devices, enabled
+    def forward(self, x):
+        for device in self.devices:
+            with torch.autocast(device, torch.bfloat16, enabled=self.enabled):
+                x = self.norm(x)
+        return x
+def cast_npu(): return Cast("npu"), torch.randn(3, 8)
+def cast_elsewhere(): return Cast("cuda", "cpu", "cuda"), torch.randn(3, 8)
+def cast_nowhere(): return Cast("npu", "cuda", enabled=False), torch.randn(3, 8)
+class Holder:
+    def __init__(self, module): self.held = [module]
+    def run(self, x): return self.held[0](x)
+    def __call__(self, x): return self.run(x)
+in_this_file = nn.LayerNorm(8)
+def closure():
+    norm = nn.LayerNorm(8)
+    inner = lambda x: norm(x)
+    return (lambda x: inner(x)), torch.randn(3, 8)
+def of_the_file(): return (lambda x: in_this_file(x)), torch.randn(3, 8)
+def bound(): return Holder(nn.LayerNorm(8)).run, torch.randn(3, 8)
+def callable_object(): return Holder(nn.LayerNorm(8)), torch.randn(3, 8)
+def partial():
+    apply = lambda module, x: module(x)
+    return functools.partial(apply, nn.Sequential(nn.LayerNorm(8))), torch.randn(3, 8)
+class Constant(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.arange(8.0)
+    def forward(self, x): return x + self.table
+def constant(): return Constant(), torch.randn(3, 8)
 def fails(): raise KeyError("no such config")
 def takes(size): return None
 def nothing(): return None
@@ -206,6 +239,43 @@ def test_what_a_function_may_return(cli, name, graphs):
     assert len(reports) == graphs and all(r["fused"] == 1 and r["error"] is None for r in reports)
 
 
+@pytest.mark.parametrize("name", ["closure", "of_the_file", "bound", "callable_object", "partial"])
+def test_modules_that_a_function_calls(cli, name):
+    """Their parameters are on the NPU, as those of a module that is returned itself."""
+    site, = explained(cli, name)[0]["sites"]
+    assert (site["status"], site["device"]) == ("fused", "npu:0")
+
+
+def test_modules_are_found_once_and_empty_cells_are_not_looked_into():
+    import torch
+
+    from ascend_ln_fuse.trace import modules_of
+
+    norm = torch.nn.LayerNorm(8)
+
+    def later():
+        return not_set
+
+    both = [norm, lambda x: norm(x), later]
+    both.append(both)
+    if both is None:
+        not_set = norm
+    assert modules_of(lambda x: both) == [norm] and modules_of(norm) == [norm]
+    assert modules_of(torch.nn.functional.layer_norm) == []
+
+
+def test_autocast(cli):
+    instead = "leave it out, and return the model and its inputs in its dtype, as in model.bfloat16()"
+    _, err = cli("explain", "models.py:cast_npu", code=2)
+    assert 'torch.autocast("npu") needs torch_npu' in err and instead in err
+    report, = explained(cli, "cast_elsewhere")
+    assert [note.split(";")[0] for note in report["notes"]] == [
+        f'torch.autocast("{device}") casts nothing that is on "npu"' for device in ("cuda", "cpu")]
+    assert all(instead in note for note in report["notes"])
+    report, = explained(cli, "cast_nowhere")
+    assert report["notes"] == [] and report["fused"] == 2
+
+
 def test_explain_tells_no_time(cli):
     """Beside the name of an NPU, the pass's own would read as the NPU's."""
     for command, name in (("explain", "breaks"), ("explain", "plain")):
@@ -306,6 +376,7 @@ def test_errors_are_one_line_and_code_2(cli, folder):
                                "reduction dim, but got [3, 7] X [8, 8].\n"),
         ("models.py:inside", f"but got [3, 7] X [8, 8]. (models.py:{LINE_TO_BLAME})\n"),
         ("models.py:values", "It needs a value out of a tensor"),
+        ("models.py:constant", "stays where it was made: register it as a buffer"),
     ]:
         out, err = cli("explain", name, code=2)
         assert out == "" and err.startswith("Error: ") and message in err and err.count("\n") == 1

@@ -36,8 +36,9 @@ import catalogue  # noqa: E402
 import discover  # noqa: E402
 import measure  # noqa: E402
 import torch  # noqa: E402
-from ascend_ln_fuse.across import NOT_INNERMOST  # noqa: E402
 from pages import made_with, write_section  # noqa: E402
+
+from ascend_ln_fuse.across import NOT_INNERMOST  # noqa: E402
 
 VERSIONED = ("torch", "transformers", "diffusers")
 LIBRARIES = ("transformers", "diffusers")
