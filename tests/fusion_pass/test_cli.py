@@ -453,6 +453,17 @@ def test_a_soc_that_is_unknown(cli):
     assert "the interpreter knows A2 and A3" in err
 
 
+def test_each_soc_that_the_help_names_can_be_typed(cli):
+    from ascend_ln_fuse.kernels.ascend.toolchain import resolve_soc
+
+    for command in ("explain", "check"):
+        out, _ = cli(command, "--help")
+        text = " ".join(out.partition("--soc NAME")[2].partition("[default")[0].split())
+        named = re.findall(r"Ascend\w+|\bA\d\b", text)
+        assert len(named) == 6 and [resolve_soc(name) for name in named[:3]] == named[:3]
+        assert [resolve_soc(name) for name in named[3:]] == named[:3]
+
+
 def test_check_without_compilers(folder, tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['ascendnpuir'] = None\n")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
