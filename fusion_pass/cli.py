@@ -87,8 +87,8 @@ def _soc(ctx: click.Context, param: click.Parameter, value: str) -> str:
 
 _soc_option = click.option(
     "--soc", default="Ascend910B3", show_default=True, callback=_soc, metavar="NAME",
-    help="The NPU: its name, such as Ascend910B3, Ascend910_9382 or Ascend950PR_9589, or A2, A3 or A5 for one "
-         "of that generation. Another word lists all names.")
+    help="The NPU: its name, such as Ascend910B3, Ascend910_9382 or Ascend950PR_9589, or A2, A3 or A5 for "
+         "one of that generation. Another word lists all names.")
 
 
 def _options(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> Options:
