@@ -76,6 +76,7 @@ def resumed(): return Resumed(), torch.randn(3, 8)
 def long_rows():
     return nn.Sequential(nn.LayerNorm(12288), nn.ReLU(), nn.RMSNorm(12288)).bfloat16(), \
         torch.randn(64, 1024, 12288, dtype=torch.bfloat16)
+def ragged(): return nn.LayerNorm(128).bfloat16(), torch.randn(211, 128).bfloat16()
 class Ffn(nn.Module):
     def __init__(self):
         super().__init__()
@@ -436,6 +437,20 @@ def test_check_as_json(cli):
 
 
 @compilers
+def test_bytes_of_check_are_those_of_explain_but_for_what_its_legend_says(cli):
+    data = json.loads(cli("check", "models.py:ragged", "--json")[0])
+    kernel, = data["kernels"]
+    site, = explained(cli, "ragged")[0]["sites"]
+    row, rows, weights = 128 * 2, 211, 2  # weight and bias
+    tile = int(re.match(r"(\d+) rows x 128 columns", kernel["tile"])[1])
+    tiles = -(-rows // tile)
+    assert rows % tile and kernel["bytes_moved"] - kernel["bytes_ideal"] == (tiles * tile - rows) * 2 * row
+    programs, rest = divmod(kernel["bytes_ideal"] - site["bytes_after"], weights * row)
+    assert rest == 0 and 1 < programs + 1 <= tiles
+    assert "ideal: every tensor once" in cli("check", "models.py:ragged")[0]
+
+
+@compilers
 def test_check_of_a_kernel_that_no_npu_has(cli):
     out, _ = cli("check", "models.py:wide")
     assert "no kernel" in out and "does not compute in f64" in out or "No kernel would be launched" in out
@@ -489,6 +504,7 @@ def test_names_of_kernels_are_never_cut(columns, monkeypatch, capsys):
         assert re.search(rf"^{re.escape(one.kernel)} ", out, re.MULTILINE), out
         assert f"{one.kernel}: its reason" in out
     assert "degraded" in out
+    assert out.count("\nideal: every tensor once, and weights") == 1
 
 
 # -- profile
