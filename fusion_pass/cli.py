@@ -97,6 +97,8 @@ def _options(ctx: click.Context, param: click.Parameter, given: tuple[str, ...])
     from .options import RUN_AS_WRITTEN, parse_options
 
     pairs = [word.partition("=") for word in given]
+    if ctx.command.name in ("explain", "check"):
+        _tell_of_options_without_effect([name for name, _, _ in pairs])
     for word, (name, sign, _) in zip(given, pairs, strict=True):
         if not name or not sign:
             raise click.BadParameter(f"{word!r} is not NAME=VALUE, as in streams=keep")
@@ -109,9 +111,28 @@ def _options(ctx: click.Context, param: click.Parameter, given: tuple[str, ...])
     return options
 
 
+#: Options of the backend that decide nothing where no model runs -> what there is instead.
+_WITHOUT_EFFECT = {
+    "report": "--full and --json choose what is printed",
+    "self_check": "no kernel runs in a model; `check --verify` runs each",
+    "inner_choice": "nothing is measured, so all that could be fused counts as fused",
+    "masks": "masks have no values here, and are kept",
+}
+
+
+def _tell_of_options_without_effect(names: list[str]) -> None:
+    if "dynamic" in names:
+        raise click.BadParameter("dynamic is no option here: kernels are for the sizes of the inputs that "
+                                 "FUNCTION returns. For other sizes return other inputs.")
+    for name in dict.fromkeys(names):
+        if name in _WITHOUT_EFFECT:
+            click.echo(f"-o {name} does nothing here: {_WITHOUT_EFFECT[name]}.", err=True)
+
+
 _options_option = click.option(
     "-o", "--option", "options", multiple=True, callback=_options, metavar="NAME=VALUE",
-    help="An option of the backend, as in streams=keep. Can be given again for another one.")
+    help="An option of the backend that decides what is fused, as in streams=keep. Can be given again for "
+         "another one.")
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 _grad_option = click.option("--grad", is_flag=True, help="Trace with gradients on, as in training.")
 

@@ -338,6 +338,38 @@ def test_options_that_the_backend_does_not_know(cli, command, given, message):
     assert message in " ".join(err.split())
 
 
+@pytest.mark.parametrize("given, message", [
+    ("report=full", "-o report does nothing here: --full and --json choose what is printed.\n"),
+    ("self_check=always", "-o self_check does nothing here: no kernel runs in a model"),
+    ("inner_choice=fuse", "-o inner_choice does nothing here: nothing is measured"),
+    ("masks=keep", "-o masks does nothing here: masks have no values here"),
+])
+def test_options_that_do_nothing_without_a_run(cli, given, message):
+    out, err = cli("explain", "models.py:plain", "-o", given, "-o", "streams=keep", "-o", given)
+    assert err.startswith(message) and err.count("\n") == 1 and out == cli("explain", "models.py:plain")[0]
+
+
+def test_every_option_has_an_effect_or_is_told_of():
+    """Those that decide what is fused are those of docs/ascend.md."""
+    from dataclasses import fields
+
+    from ascend_ln_fuse.cli import _WITHOUT_EFFECT
+    from ascend_ln_fuse.options import Options
+
+    names = {field.name for field in fields(Options)}
+    assert set(_WITHOUT_EFFECT) <= names
+    said = PAGE.read_text().partition("what is fused: ")[2]
+    deciding, others = said.partition(". ")[0], said.partition(". ")[2].partition(") do nothing")[0]
+    assert set(re.findall("`(\\w+)`", deciding)) == names - set(_WITHOUT_EFFECT)
+    assert set(re.findall("`(\\w+)`", others)) == set(_WITHOUT_EFFECT)
+
+
+def test_sizes_are_those_of_the_inputs(cli):
+    for command in ("explain", "check"):
+        _, err = cli(command, "models.py:plain", "-o", "dynamic=True", code=2)
+        assert "the sizes of the inputs that FUNCTION returns" in " ".join(err.split())
+
+
 def test_nothing_to_fuse(cli):
     out = " ".join(cli("explain", "models.py:plain")[0].split())
     assert out == "ascend_ln_fuse: graph 0: no LayerNorm, RMSNorm or l2 norm was found"
