@@ -286,6 +286,12 @@ def _counted(step: Callable[[int, int | None], None]) -> Callable[[Any], None]:
     return lambda report: step(next(numbers), None)
 
 
+#: Of a fused site whose kernel moves more bytes than what it replaces is counted to move (cost.py).
+_LOSS = "by this count a loss: PyTorch's own norm is taken to read each tensor once. What CANN's kernels " \
+    "read is not known, so it is fused all the same; torch.compiler.disable on a norm leaves it out, at " \
+    "the price of a graph break"
+
+
 def _for_soc(report, soc: str):
     """The report with the kernels of `soc`, and with the bytes that these move: a row that no tile holds is
     read in several passes. Sites that share a launch share the call."""
@@ -299,7 +305,8 @@ def _for_soc(report, soc: str):
             calls[id(site.call)] = call, *_extra_reads(call, soc)
         call, share, note = calls[id(site.call)]
         moved = None if site.bytes_after is None else round(site.bytes_after * share)
-        notes = "; ".join(filter(None, (site.note, note)))
+        more = None not in (moved, site.bytes_before) and moved > site.bytes_before
+        notes = "; ".join(filter(None, (site.note, note, _LOSS if more else "")))
         behind = tuple(replace(call, soc=soc) for call in site.calls_behind)
         return replace(site, call=call, calls_behind=behind, bytes_after=moved, note=notes)
 

@@ -76,6 +76,15 @@ def resumed(): return Resumed(), torch.randn(3, 8)
 def long_rows():
     return nn.Sequential(nn.LayerNorm(12288), nn.ReLU(), nn.RMSNorm(12288)).bfloat16(), \
         torch.randn(64, 1024, 12288, dtype=torch.bfloat16)
+class Left(nn.Module):
+    def __init__(self, first, second):
+        super().__init__()
+        self.first, self.second = torch.compiler.disable(first), second
+    def forward(self, x): return self.second(self.first(x))
+def long_rows_left():
+    (first, _, second), x = long_rows()
+    return Left(first, second), x
+def tensor_once(): return nn.LayerNorm(128), torch.randn(4096, 128)
 def ragged(): return nn.LayerNorm(128).bfloat16(), torch.randn(211, 128).bfloat16()
 class Ffn(nn.Module):
     def __init__(self):
@@ -297,13 +306,21 @@ def test_explain_counts_what_the_kernel_of_long_rows_reads(cli):
     """Three passes of LayerNorm over x and one write, where two and one were the least; RMSNorm has two."""
     first, second = explained(cli, "long_rows")[0]["sites"]
     size = 64 * 1024 * 12288 * 2
-    assert first["note"] == "rows of 12288 in pieces of 2048, read 3 times"
-    assert second["note"] == "rows of 12288 in pieces of 2048, read 2 times"
+    for site, times in ((first, 3), (second, 2)):
+        read, loss, leave = site["note"].split("; ")
+        assert read == f"rows of 12288 in pieces of 2048, read {times} times"
+        assert site["bytes_after"] > site["bytes_before"] and loss.startswith("by this count a loss: ")
+        assert leave.startswith("torch.compiler.disable on a norm leaves it out")
     # The weights are read once for each tile of four rows.
     assert first["bytes_after"] == pytest.approx((4 + 2 / 4) * size, rel=1e-3)
     assert second["bytes_after"] == pytest.approx((3 + 1 / 4) * size, rel=1e-3)
     site = explained(cli, "positional")[0]["sites"][0]
     assert site["note"] == "" and site["bytes_after"] == 2 * 50 * 4 * 128 * 2 + 3 * 128 * 2
+    assert site["bytes_after"] < site["bytes_before"]
+    same, = explained(cli, "tensor_once")[0]["sites"]
+    assert same["note"] == "" and same["bytes_after"] == same["bytes_before"]
+    left = [site for report in explained(cli, "long_rows_left") for site in report["sites"]]
+    assert [site["pattern"] for site in left] == ["rms_norm"], "as the note says"
 
 
 def test_options_are_the_backends(cli):
