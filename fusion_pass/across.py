@@ -19,6 +19,9 @@ INNERMOST = frozenset({"npu"})
 #: shorter runs it would move more than is read, where the copy that eager makes moves it once.
 LEAST_RUN_BYTES = 32
 
+#: How `why_not` begins.
+NOT_INNERMOST = "the normalised dim is not the innermost in memory"
+
 #: The longest lane across: beyond it no tile of such runs fits registers, and what lies above the norm would
 #: be read, and computed, once more for every pass over the lane.
 MAX_ACROSS = 2048
@@ -41,10 +44,14 @@ def walks(fake: torch.Tensor, axis: int = -1) -> bool:
 def why_not(fake: torch.Tensor, axis: int = -1) -> str:
     """Why kernels for the fake's device do not walk dim `axis`, where `walks` says that they do not."""
     if rules_of(fake.device) in INNERMOST:
-        return "Ascend's compiler wants the normalised dim innermost in memory"
-    short = hint(fake.shape[axis]) <= MAX_ACROSS
-    return "the normalised dim lies across memory, " + (
-        "with too few rows side by side" if short else f"and is longer than {MAX_ACROSS}")
+        why = "Ascend's compiler wants it there"
+    elif hint(fake.stride(axis)) in (0, 1):
+        why = "its stride varies"
+    elif hint(fake.shape[axis]) > MAX_ACROSS:
+        why = f"it is longer than {MAX_ACROSS}"
+    else:
+        why = "too few rows lie side by side"
+    return f"{NOT_INNERMOST} ({why})"
 
 
 def _run(fake: torch.Tensor, axis: int) -> int:

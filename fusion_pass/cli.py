@@ -87,7 +87,8 @@ def _soc(ctx: click.Context, param: click.Parameter, value: str) -> str:
 
 _soc_option = click.option(
     "--soc", default="Ascend910B3", show_default=True, callback=_soc, metavar="NAME",
-    help="The NPU: Ascend910B1 to B4, Ascend910_93xx, Ascend950PR_xxxx, or A2, A3, A5.")
+    help="The NPU: its name, such as Ascend910B3, Ascend910_9382 or Ascend950PR_9589, or A2, A3 or A5 for "
+         "one of that generation. Another word lists all names.")
 
 
 def _options(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> Options:
@@ -96,6 +97,8 @@ def _options(ctx: click.Context, param: click.Parameter, given: tuple[str, ...])
     from .options import RUN_AS_WRITTEN, parse_options
 
     pairs = [word.partition("=") for word in given]
+    if ctx.command.name in ("explain", "check"):
+        _tell_of_options_without_effect([name for name, _, _ in pairs])
     for word, (name, sign, _) in zip(given, pairs, strict=True):
         if not name or not sign:
             raise click.BadParameter(f"{word!r} is not NAME=VALUE, as in streams=keep")
@@ -108,9 +111,28 @@ def _options(ctx: click.Context, param: click.Parameter, given: tuple[str, ...])
     return options
 
 
+#: Options of the backend that decide nothing where no model runs -> what there is instead.
+_WITHOUT_EFFECT = {
+    "report": "--full and --json choose what is printed",
+    "self_check": "no kernel runs in a model; `check --verify` runs each",
+    "inner_choice": "nothing is measured, so all that could be fused counts as fused",
+    "masks": "masks have no values here, and are kept",
+}
+
+
+def _tell_of_options_without_effect(names: list[str]) -> None:
+    if "dynamic" in names:
+        raise click.BadParameter("dynamic is no option here: kernels are for the sizes of the inputs that "
+                                 "FUNCTION returns. For other sizes return other inputs.")
+    for name in dict.fromkeys(names):
+        if name in _WITHOUT_EFFECT:
+            click.echo(f"-o {name} does nothing here: {_WITHOUT_EFFECT[name]}.", err=True)
+
+
 _options_option = click.option(
     "-o", "--option", "options", multiple=True, callback=_options, metavar="NAME=VALUE",
-    help="An option of the backend, as in streams=keep. Can be given again for another one.")
+    help="An option of the backend that decides what is fused, as in streams=keep. Can be given again for "
+         "another one.")
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 _grad_option = click.option("--grad", is_flag=True, help="Trace with gradients on, as in training.")
 
@@ -264,6 +286,12 @@ def _counted(step: Callable[[int, int | None], None]) -> Callable[[Any], None]:
     return lambda report: step(next(numbers), None)
 
 
+#: Of a fused site whose kernel moves more bytes than what it replaces is counted to move (cost.py).
+_LOSS = "by this count a loss: PyTorch's own norm is taken to read each tensor once. What CANN's kernels " \
+    "read is not known, so it is fused all the same; torch.compiler.disable on a norm leaves it out, at " \
+    "the price of a graph break"
+
+
 def _for_soc(report, soc: str):
     """The report with the kernels of `soc`, and with the bytes that these move: a row that no tile holds is
     read in several passes. Sites that share a launch share the call."""
@@ -277,7 +305,8 @@ def _for_soc(report, soc: str):
             calls[id(site.call)] = call, *_extra_reads(call, soc)
         call, share, note = calls[id(site.call)]
         moved = None if site.bytes_after is None else round(site.bytes_after * share)
-        notes = "; ".join(filter(None, (site.note, note)))
+        more = None not in (moved, site.bytes_before) and moved > site.bytes_before
+        notes = "; ".join(filter(None, (site.note, note, _LOSS if more else "")))
         behind = tuple(replace(call, soc=soc) for call in site.calls_behind)
         return replace(site, call=call, calls_behind=behind, bytes_after=moved, note=notes)
 

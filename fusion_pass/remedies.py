@@ -3,6 +3,8 @@ is known to help."""
 
 from __future__ import annotations
 
+from .across import NOT_INNERMOST
+
 #: Stands between reasons that hold at once.
 ALSO = "; also: "
 
@@ -12,8 +14,8 @@ _CONTIGUOUS = "`.contiguous()` behind the view with which it begins"
 #: How a reason of the report begins -> what helps, in half a sentence (Markdown). The tables of reasons in
 #: docs/fusions.md have the same words; a test compares them. A remedy that gives other numbers says so.
 REMEDIES = {
-    "the normalised dim is not the innermost in memory":
-        "channels_last memory, where the convolution in front returns it; normalise before the transpose",
+    # (Not channels_last memory, which a convolution of torch_npu does not return.)
+    NOT_INNERMOST: "a norm over the last dim of a contiguous copy, `x.movedim(dim, -1).contiguous()`",
     "the result's normalised dim is not the innermost in memory": "`.contiguous()` above",
     "the normalised dim lies across memory, too long for so many operands": "channels_last memory",
     "no kernel walks these tensors": "`.contiguous()` above",

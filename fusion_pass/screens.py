@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from .kernels.ascend.evidence import Evidence
     from .tuning import Tuned
 
+#: What `check` counts as bytes moved.
+_IDEAL = "ideal: every tensor once, and weights, which all rows share, once a program. Bytes moved count " \
+    "a last tile that rows do not fill as a full one. `explain` does neither: it counts weights once, and " \
+    "the rows that there are."
+
 #: Lines of sites under a kernel.
 MAX_SITES = 4
 
@@ -87,6 +92,8 @@ def show_evidence(found: Sequence[Evidence], reports: Sequence[FusionReport], so
             f"{one.ub_bytes / 1024:.0f}/{one.ub_limit // 1024}" if one.ub_bytes else "",
             f"{traffic(moved, None)}\n{ratio}" if moved else "", Text(one.verdict + right, style))
     _print(console, table)
+    if any(one.bytes_moved or one.bytes_ideal for one in found):
+        console.print(Text(_IDEAL, "dim"))
     where = _sites_of(reports)
     for one in found:
         for line in (*one.refused, *([one.reason] if one.reason else ())):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
-from .across import walks
+from .across import walks, why_not
 from .effects import value_of
 from .graph import Lens, hint, same, same_shape
 from .heads import Heads
@@ -378,8 +378,7 @@ class Assembler:
         dims = self._dims(node, fake)
         if dims and dims[-1] != 1 and not walks(fake):
             if steps or not self._is_copied(node):
-                raise Decline("the normalised dim is not the innermost in memory (its stride is "
-                              f"{fake.stride(-1)})", node)
+                raise Decline(why_not(fake), node)
             steps = (Step.method("contiguous"),)
             fake = replay(fake, steps)
         key = self._place(node, steps)

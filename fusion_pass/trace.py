@@ -8,13 +8,15 @@ the fakes, so that graph breaks and what follows them are seen too. No kernel is
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import logging
 import math
 import os
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,11 @@ from .simplify import simplified
 
 #: Compilations of one function that Dynamo may make: every one is a graph to report on.
 MAX_GRAPHS = 4096
+
+
+#: Ends what is said of autocast.
+_INSTEAD_OF_AUTOCAST = "what comes nearest to it here: leave it out, and return the model and its inputs " \
+    "in its dtype, as in model.bfloat16()"
 
 
 class TraceError(UserError):
@@ -75,7 +82,8 @@ def trace(example: Example, options: Mapping[str, object] | Options | None = Non
           progress: Callable[[FusionReport], None] = lambda report: None) -> list[FusionReport]:
     """A report per graph that Dynamo makes of one call of the model, in order.
 
-    The model's parameters and buffers are replaced by fakes on "npu:0"; so are the tensors of the call.
+    The model's parameters and buffers are replaced by fakes on "npu:0", and those of the modules that a
+    function calls (`modules_of`); so are the tensors of the call.
     options: the backend's, in any form that it takes; no mask is simplified, since none has values here.
     grad: trace with gradients on. progress: called with each report as it is made.
 
@@ -94,8 +102,7 @@ def trace(example: Example, options: Mapping[str, object] | Options | None = Non
         progress(reports[-1])
         return gm.forward
 
-    if isinstance(example.model, torch.nn.Module):
-        fakes.replace_in(example.model)
+    fakes.replace_in(modules_of(example.model))
     args, kwargs = fakes.of((example.args, dict(example.kwargs)))
     torch._dynamo.reset()
     limits = {"recompile_limit": MAX_GRAPHS, "accumulated_recompile_limit": MAX_GRAPHS,
@@ -123,7 +130,16 @@ def _report(gm: torch.fx.GraphModule, options: Options, number: int) -> FusionRe
             raise
         error, notes = f"{type(failure).__name__}: {failure}", ()
     return FusionReport(model_name(gm), number, fused.sites, error, seconds=math.nan, rotary=fused.rotary,
-                        notes=notes)
+                        notes=(*notes, *_autocast_elsewhere(gm)))
+
+
+def _autocast_elsewhere(gm: torch.fx.GraphModule) -> list[str]:
+    """A note for each device type but "npu" for which the graph switches autocast on: that casts nothing of
+    what is on an NPU."""
+    entered = [node.args for node in gm.graph.nodes if node.target is torch.amp.autocast_mode._enter_autocast]
+    return [f'torch.autocast("{device}") casts nothing that is on "npu"; {_INSTEAD_OF_AUTOCAST}'
+            for device in dict.fromkeys(device for device, _, enabled, *_ in entered if enabled)
+            if device != "npu"]
 
 
 @contextlib.contextmanager
@@ -160,7 +176,11 @@ def _nothing(record: logging.LogRecord) -> bool:
 
 def cause(error: BaseException) -> str:
     """The innermost error, the user's line, and a word on why where fakes are to blame."""
-    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensorDeviceMismatchError,
+    )
 
     chain = [error]
     while (inner := chain[-1].__cause__ or chain[-1].__context__) is not None and inner not in chain:
@@ -178,7 +198,49 @@ def cause(error: BaseException) -> str:
     if any(isinstance(e, (DataDependentOutputException, DynamicOutputShapeException)) for e in chain):
         text += ". It needs a value out of a tensor (.item(), nonzero, a branch on data), and there are no " \
                 "values here"
+    if any(isinstance(e, FakeTensorDeviceMismatchError) for e in chain):
+        text += ". A tensor that is no parameter, no buffer and no input of the call stays where it was " \
+                "made: register it as a buffer, or make it on the input's device"
+    if any("AutocastPrivateUse1" in str(e) for e in chain):
+        text += f'. torch.autocast("npu") needs torch_npu; {_INSTEAD_OF_AUTOCAST}'
     return text
+
+
+def modules_of(model: Any) -> list[torch.nn.Module]:
+    """The modules that a call of `model` runs, as far as can be seen without one: itself; those that a
+    function closes over or reads from its file, that a method is bound to, and that a partial or another
+    callable object holds. Not the modules in these."""
+    found: list[torch.nn.Module] = []
+    seen: dict[int, Any] = {}  # what was looked into, kept alive
+    ahead = [model]
+    while ahead:
+        value = ahead.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, torch.nn.Module):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            ahead += value
+        elif isinstance(value, Mapping):
+            ahead += value.values()
+        elif isinstance(value, functools.partial):
+            ahead += (value.func, value.args, value.keywords)
+        elif inspect.ismethod(value):
+            ahead += (value.__self__, value.__func__)
+        elif inspect.isfunction(value):
+            ahead += _closed_over(value)
+            ahead += (v for name in value.__code__.co_names
+                      if isinstance(v := value.__globals__.get(name), torch.nn.Module))
+        elif callable(value) and not isinstance(value, type):
+            ahead += getattr(value, "__dict__", {}).values()
+    return found
+
+
+def _closed_over(function: Callable) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # an empty cell: of a variable that is set later
+            yield cell.cell_contents
 
 
 class Fakes:
@@ -194,9 +256,9 @@ class Fakes:
         return torch.utils._pytree.tree_map(
             lambda x: self.tensor(x) if isinstance(x, torch.Tensor) else x, value)
 
-    def replace_in(self, model: torch.nn.Module) -> None:
-        """Parameters and buffers of a module become fakes, in place."""
-        for module in model.modules():
+    def replace_in(self, models: Iterable[torch.nn.Module]) -> None:
+        """Parameters and buffers of modules, and of those in them, become fakes, in place."""
+        for module in dict.fromkeys(module for model in models for module in model.modules()):
             for tensors in (module._parameters, module._buffers):
                 for name, value in tensors.items():
                     if value is not None:

@@ -84,7 +84,8 @@ def _check(lens: Lens, composite: Composite, held: Collection[Node]) -> None:
     """Raise Decline where no site may hold `composite`, whatever stands round it."""
     out, nodes = composite.out, composite.nodes
     if rules_of(lens.tensor(out).device) in ELEMENTWISE:
-        raise Decline("Ascend's compiler permutes a lane element by element", out)
+        raise Decline("Ascend's compiler moves numbers within the last dim one at a time, so it runs as it "
+                      "is written; no other spelling changes that", out)
     if len({lens.segment[part] for part in nodes}) > 1:
         raise Decline("a mode is switched inside the rotary embedding", out)
     if not lens.transformed.isdisjoint(nodes):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ascend_ln_fuse.across import NOT_INNERMOST
 from ascend_ln_fuse.inner_choice import LEFT_SLOWER, LEFT_UNKNOWN
 from ascend_ln_fuse.kernels.pointwise import POINTWISE
 from ascend_ln_fuse.patterns import BUILT_IN
@@ -24,8 +25,8 @@ def _pieces(node) -> list[str]:
 
 
 def _reasons() -> list[str]:
-    """The longest constant piece of each Decline raised anywhere."""
-    found = set()
+    """The longest constant piece of each Decline raised anywhere; of `across.why_not`, how it begins."""
+    found = {NOT_INNERMOST}
     for folder in ("fusion_pass", "patterns"):
         for path in (ROOT / folder).glob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
@@ -37,7 +38,7 @@ def _reasons() -> list[str]:
 
 @pytest.mark.parametrize("reason", _reasons())
 def test_reason_is_explained(reason):
-    assert reason.removesuffix(" (its stride is") in PAGE
+    assert reason in PAGE
 
 
 @pytest.mark.parametrize("reason", [LEFT_SLOWER, LEFT_UNKNOWN])

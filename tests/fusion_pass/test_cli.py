@@ -76,6 +76,16 @@ def resumed(): return Resumed(), torch.randn(3, 8)
 def long_rows():
     return nn.Sequential(nn.LayerNorm(12288), nn.ReLU(), nn.RMSNorm(12288)).bfloat16(), \
         torch.randn(64, 1024, 12288, dtype=torch.bfloat16)
+class Left(nn.Module):
+    def __init__(self, first, second):
+        super().__init__()
+        self.first, self.second = torch.compiler.disable(first), second
+    def forward(self, x): return self.second(self.first(x))
+def long_rows_left():
+    (first, _, second), x = long_rows()
+    return Left(first, second), x
+def tensor_once(): return nn.LayerNorm(128), torch.randn(4096, 128)
+def ragged(): return nn.LayerNorm(128).bfloat16(), torch.randn(211, 128).bfloat16()
 class Ffn(nn.Module):
     def __init__(self):
         super().__init__()
@@ -101,6 +111,39 @@ class Tokens(nn.Module):
         y = (whole * 2).contiguous()
         return nn.functional.layer_norm(torch.cat([y[:, :5], y[:, 5:]], 1), (64,))
 def tokens(): return Tokens(), torch.randn(2, 64, 32)
+class Cast(nn.Module):
+    def __init__(self, *devices, enabled=True):
+        super().__init__()
+        self.norm, self.devices, self.enabled = nn.LayerNorm(8), devices, enabled
+    def forward(self, x):
+        for device in self.devices:
+            with torch.autocast(device, torch.bfloat16, enabled=self.enabled):
+                x = self.norm(x)
+        return x
+def cast_npu(): return Cast("npu"), torch.randn(3, 8)
+def cast_elsewhere(): return Cast("cuda", "cpu", "cuda"), torch.randn(3, 8)
+def cast_nowhere(): return Cast("npu", "cuda", enabled=False), torch.randn(3, 8)
+class Holder:
+    def __init__(self, module): self.held = [module]
+    def run(self, x): return self.held[0](x)
+    def __call__(self, x): return self.run(x)
+in_this_file = nn.LayerNorm(8)
+def closure():
+    norm = nn.LayerNorm(8)
+    inner = lambda x: norm(x)
+    return (lambda x: inner(x)), torch.randn(3, 8)
+def of_the_file(): return (lambda x: in_this_file(x)), torch.randn(3, 8)
+def bound(): return Holder(nn.LayerNorm(8)).run, torch.randn(3, 8)
+def callable_object(): return Holder(nn.LayerNorm(8)), torch.randn(3, 8)
+def partial():
+    apply = lambda module, x: module(x)
+    return functools.partial(apply, nn.Sequential(nn.LayerNorm(8))), torch.randn(3, 8)
+class Constant(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.arange(8.0)
+    def forward(self, x): return x + self.table
+def constant(): return Constant(), torch.randn(3, 8)
 def fails(): raise KeyError("no such config")
 def takes(size): return None
 def nothing(): return None
@@ -196,14 +239,51 @@ def test_ascend_wants_channels_innermost(cli):
     written, library = explained(cli, "channels")[0]["sites"]
     assert written["status"] == "declined" and "not the innermost in memory" in written["reason"]
     assert library["status"] == "fused" and library["bytes_after"] == library["bytes_before"]  # of a copy
-    assert "reads a contiguous copy of its input: Ascend's compiler wants" in library["note"]
-    assert "where the convolution in front returns it" in written["remedy"] and not library["remedy"]
+    assert library["note"].startswith(f"reads a contiguous copy of its input: {written['reason']}")
+    assert "`x.movedim(dim, -1).contiguous()`" in written["remedy"] and not library["remedy"]
 
 
 @pytest.mark.parametrize("name, graphs", [("keywords", 1), ("function", 1), ("huge", 1), ("breaks", 2)])
 def test_what_a_function_may_return(cli, name, graphs):
     reports = explained(cli, name)
     assert len(reports) == graphs and all(r["fused"] == 1 and r["error"] is None for r in reports)
+
+
+@pytest.mark.parametrize("name", ["closure", "of_the_file", "bound", "callable_object", "partial"])
+def test_modules_that_a_function_calls(cli, name):
+    """Their parameters are on the NPU, as those of a module that is returned itself."""
+    site, = explained(cli, name)[0]["sites"]
+    assert (site["status"], site["device"]) == ("fused", "npu:0")
+
+
+def test_modules_are_found_once_and_empty_cells_are_not_looked_into():
+    import torch
+
+    from ascend_ln_fuse.trace import modules_of
+
+    norm = torch.nn.LayerNorm(8)
+
+    def later():
+        return not_set
+
+    both = [norm, lambda x: norm(x), later]
+    both.append(both)
+    if both is None:
+        not_set = norm
+    assert modules_of(lambda x: both) == [norm] and modules_of(norm) == [norm]
+    assert modules_of(torch.nn.functional.layer_norm) == []
+
+
+def test_autocast(cli):
+    instead = "leave it out, and return the model and its inputs in its dtype, as in model.bfloat16()"
+    _, err = cli("explain", "models.py:cast_npu", code=2)
+    assert 'torch.autocast("npu") needs torch_npu' in err and instead in err
+    report, = explained(cli, "cast_elsewhere")
+    assert [note.split(";")[0] for note in report["notes"]] == [
+        f'torch.autocast("{device}") casts nothing that is on "npu"' for device in ("cuda", "cpu")]
+    assert all(instead in note for note in report["notes"])
+    report, = explained(cli, "cast_nowhere")
+    assert report["notes"] == [] and report["fused"] == 2
 
 
 def test_explain_tells_no_time(cli):
@@ -226,13 +306,21 @@ def test_explain_counts_what_the_kernel_of_long_rows_reads(cli):
     """Three passes of LayerNorm over x and one write, where two and one were the least; RMSNorm has two."""
     first, second = explained(cli, "long_rows")[0]["sites"]
     size = 64 * 1024 * 12288 * 2
-    assert first["note"] == "rows of 12288 in pieces of 2048, read 3 times"
-    assert second["note"] == "rows of 12288 in pieces of 2048, read 2 times"
+    for site, times in ((first, 3), (second, 2)):
+        read, loss, leave = site["note"].split("; ")
+        assert read == f"rows of 12288 in pieces of 2048, read {times} times"
+        assert site["bytes_after"] > site["bytes_before"] and loss.startswith("by this count a loss: ")
+        assert leave.startswith("torch.compiler.disable on a norm leaves it out")
     # The weights are read once for each tile of four rows.
     assert first["bytes_after"] == pytest.approx((4 + 2 / 4) * size, rel=1e-3)
     assert second["bytes_after"] == pytest.approx((3 + 1 / 4) * size, rel=1e-3)
     site = explained(cli, "positional")[0]["sites"][0]
     assert site["note"] == "" and site["bytes_after"] == 2 * 50 * 4 * 128 * 2 + 3 * 128 * 2
+    assert site["bytes_after"] < site["bytes_before"]
+    same, = explained(cli, "tensor_once")[0]["sites"]
+    assert same["note"] == "" and same["bytes_after"] == same["bytes_before"]
+    left = [site for report in explained(cli, "long_rows_left") for site in report["sites"]]
+    assert [site["pattern"] for site in left] == ["rms_norm"], "as the note says"
 
 
 def test_options_are_the_backends(cli):
@@ -265,6 +353,38 @@ def test_options_that_the_backend_does_not_know(cli, command, given, message):
     out, err = cli(command, "models.py:plain", "-o", given, code=2)
     assert not out and "Invalid value for '-o' / '--option': " in err
     assert message in " ".join(err.split())
+
+
+@pytest.mark.parametrize("given, message", [
+    ("report=full", "-o report does nothing here: --full and --json choose what is printed.\n"),
+    ("self_check=always", "-o self_check does nothing here: no kernel runs in a model"),
+    ("inner_choice=fuse", "-o inner_choice does nothing here: nothing is measured"),
+    ("masks=keep", "-o masks does nothing here: masks have no values here"),
+])
+def test_options_that_do_nothing_without_a_run(cli, given, message):
+    out, err = cli("explain", "models.py:plain", "-o", given, "-o", "streams=keep", "-o", given)
+    assert err.startswith(message) and err.count("\n") == 1 and out == cli("explain", "models.py:plain")[0]
+
+
+def test_every_option_has_an_effect_or_is_told_of():
+    """Those that decide what is fused are those of docs/ascend.md."""
+    from dataclasses import fields
+
+    from ascend_ln_fuse.cli import _WITHOUT_EFFECT
+    from ascend_ln_fuse.options import Options
+
+    names = {field.name for field in fields(Options)}
+    assert set(_WITHOUT_EFFECT) <= names
+    said = PAGE.read_text().partition("what is fused: ")[2]
+    deciding, others = said.partition(". ")[0], said.partition(". ")[2].partition(") do nothing")[0]
+    assert set(re.findall("`(\\w+)`", deciding)) == names - set(_WITHOUT_EFFECT)
+    assert set(re.findall("`(\\w+)`", others)) == set(_WITHOUT_EFFECT)
+
+
+def test_sizes_are_those_of_the_inputs(cli):
+    for command in ("explain", "check"):
+        _, err = cli(command, "models.py:plain", "-o", "dynamic=True", code=2)
+        assert "the sizes of the inputs that FUNCTION returns" in " ".join(err.split())
 
 
 def test_nothing_to_fuse(cli):
@@ -306,6 +426,7 @@ def test_errors_are_one_line_and_code_2(cli, folder):
                                "reduction dim, but got [3, 7] X [8, 8].\n"),
         ("models.py:inside", f"but got [3, 7] X [8, 8]. (models.py:{LINE_TO_BLAME})\n"),
         ("models.py:values", "It needs a value out of a tensor"),
+        ("models.py:constant", "stays where it was made: register it as a buffer"),
     ]:
         out, err = cli("explain", name, code=2)
         assert out == "" and err.startswith("Error: ") and message in err and err.count("\n") == 1
@@ -365,6 +486,20 @@ def test_check_as_json(cli):
 
 
 @compilers
+def test_bytes_of_check_are_those_of_explain_but_for_what_its_legend_says(cli):
+    data = json.loads(cli("check", "models.py:ragged", "--json")[0])
+    kernel, = data["kernels"]
+    site, = explained(cli, "ragged")[0]["sites"]
+    row, rows, weights = 128 * 2, 211, 2  # weight and bias
+    tile = int(re.match(r"(\d+) rows x 128 columns", kernel["tile"])[1])
+    tiles = -(-rows // tile)
+    assert rows % tile and kernel["bytes_moved"] - kernel["bytes_ideal"] == (tiles * tile - rows) * 2 * row
+    programs, rest = divmod(kernel["bytes_ideal"] - site["bytes_after"], weights * row)
+    assert rest == 0 and 1 < programs + 1 <= tiles
+    assert "ideal: every tensor once" in cli("check", "models.py:ragged")[0]
+
+
+@compilers
 def test_check_of_a_kernel_that_no_npu_has(cli):
     out, _ = cli("check", "models.py:wide")
     assert "no kernel" in out and "does not compute in f64" in out or "No kernel would be launched" in out
@@ -380,6 +515,17 @@ def test_a_soc_that_is_unknown(cli):
         assert max(map(len, err.split("\n"))) <= 110
     _, err = cli("check", "models.py:plain", "--soc", "A5", "--verify", code=2)
     assert "the interpreter knows A2 and A3" in err
+
+
+def test_each_soc_that_the_help_names_can_be_typed(cli):
+    from ascend_ln_fuse.kernels.ascend.toolchain import resolve_soc
+
+    for command in ("explain", "check"):
+        out, _ = cli(command, "--help")
+        text = " ".join(out.partition("--soc NAME")[2].partition("[default")[0].split())
+        named = re.findall(r"Ascend\w+|\bA\d\b", text)
+        assert len(named) == 6 and [resolve_soc(name) for name in named[:3]] == named[:3]
+        assert [resolve_soc(name) for name in named[3:]] == named[:3]
 
 
 def test_check_without_compilers(folder, tmp_path):
@@ -407,6 +553,7 @@ def test_names_of_kernels_are_never_cut(columns, monkeypatch, capsys):
         assert re.search(rf"^{re.escape(one.kernel)} ", out, re.MULTILINE), out
         assert f"{one.kernel}: its reason" in out
     assert "degraded" in out
+    assert out.count("\nideal: every tensor once, and weights") == 1
 
 
 # -- profile

@@ -8,13 +8,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from ascend_ln_fuse import last_reports
-from ascend_ln_fuse.across import MAX_ACROSS
+from ascend_ln_fuse.across import MAX_ACROSS, NOT_INNERMOST
 from ascend_ln_fuse.loading import Example
 from ascend_ln_fuse.remedies import remedy
 from ascend_ln_fuse.trace import trace
 
 #: features of the tests' norms
 C = 16
+TOKENS, IMAGE = torch.randn(2, 8, C), torch.randn(2, C, 8, 8)
 
 
 class Of(nn.Module):
@@ -53,8 +54,9 @@ def across(m, x):
     return m.norm(x.transpose(1, 2)).relu()
 
 
-FEW = "the normalised dim lies across memory, with too few rows side by side"
-LONG = f"the normalised dim lies across memory, and is longer than {MAX_ACROSS}"
+FEW = f"{NOT_INNERMOST} (too few rows lie side by side)"
+LONG = f"{NOT_INNERMOST} (it is longer than {MAX_ACROSS})"
+ASCEND = f"{NOT_INNERMOST} (Ascend's compiler wants it there)"
 
 
 @pytest.mark.parametrize("features, rows, why", [(C, 3, FEW), (MAX_ACROSS + 1, 16, LONG), (C, 16, "")])
@@ -67,9 +69,65 @@ def test_a_copy_and_why(features, rows, why, dynamic):
 def test_a_copy_on_ascend():
     site = on_npu(Of(across), torch.randn(2, C, 16))
     assert site.status == "fused"
-    assert site.note == "reads a contiguous copy of its input: " \
-        "Ascend's compiler wants the normalised dim innermost in memory"
+    assert site.note == f"reads a contiguous copy of its input: {ASCEND}"
     assert on_npu(Of(lambda m, x: m.norm(x).relu()), torch.randn(2, 16, C)).note == ""
+
+
+# Handwritten, of which PyTorch makes no copy
+
+
+def mean_square(x, dim):
+    return x * torch.rsqrt(x.pow(2).mean(dim, keepdim=True) + 1e-6)
+
+
+def layer_norm_2d(x, dim):
+    mean = x.mean(dim, keepdim=True)
+    return (x - mean) / torch.sqrt((x - mean).pow(2).mean(dim, keepdim=True) + 1e-6)
+
+
+def normalized(x, dim):
+    return F.normalize(x, dim=dim) * 4.0
+
+
+@pytest.mark.parametrize("norm", [mean_square, layer_norm_2d, normalized])
+@pytest.mark.parametrize("features, pixels, why", [(C, (1, 3), FEW), (MAX_ACROSS + 1, (4, 4), LONG)])
+def test_why_a_norm_over_channels_is_declined(norm, features, pixels, why):
+    """For the reason for which `F.layer_norm` in its place reads a copy."""
+    site, = check(Of(lambda m, x: norm(x, 1)), torch.randn(2, features, *pixels), declined=1).sites
+    assert site.reason == why
+
+
+class Encoder(nn.Module):
+    """A norm over channels behind a convolution; as it is, or as the remedy has it."""
+
+    def __init__(self, norm, copied):
+        super().__init__()
+        self.norm, self.copied = norm, copied
+        self.before, self.behind = nn.Conv2d(C, C, 3, padding=1), nn.Conv2d(C, C, 3, padding=1)
+
+    def forward(self, x):
+        x = self.before(x)
+        y = self.norm(x.movedim(1, -1).contiguous(), -1).movedim(-1, 1) if self.copied else self.norm(x, 1)
+        return self.behind(F.silu(y))
+
+
+@pytest.mark.parametrize("norm", [mean_square, layer_norm_2d, normalized])
+@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
+def test_what_helps_a_norm_over_channels_on_ascend(norm, memory):
+    """What the remedy says fuses, whatever memory the model is in, and channels_last memory does not."""
+    image = IMAGE.to(memory_format=memory)
+    site = on_npu(Encoder(norm, copied=False).to(memory_format=memory), image)
+    assert (site.status, site.reason) == ("declined", ASCEND)
+    assert "`x.movedim(dim, -1).contiguous()`" in site.remedy
+    assert "channels_last" not in site.remedy and "transpose" not in site.remedy
+    assert on_npu(Encoder(norm, copied=True).to(memory_format=memory), image).status == "fused"
+
+
+@pytest.mark.parametrize("norm", [mean_square, layer_norm_2d, normalized])
+@pytest.mark.parametrize("features, pixels", [(C, (1, 3)), (MAX_ACROSS + 1, (4, 4))])
+def test_what_helps_a_norm_over_channels_elsewhere(norm, features, pixels):
+    helped = Of(lambda m, x: norm(x.movedim(1, -1).contiguous(), -1))
+    check(helped, torch.randn(2, features, *pixels), fused=1)
 
 
 # Chains
@@ -137,9 +195,6 @@ def no_product(m, x):
     return m.around(over_channels(x)), m.norm(permuted(x)).relu()
 
 
-TOKENS, IMAGE = torch.randn(2, 8, C), torch.randn(2, C, 8, 8)
-
-
 @pytest.mark.parametrize("form, x, why", [
     (pixels, IMAGE, "the features of the norm's result are not the innermost in memory"),
     (lanes, torch.randn(2, C, 32), "the features of the norm's result are not the innermost in memory"),
@@ -161,7 +216,7 @@ def test_a_convolution_on_ascend_returns_no_channels_last():
     assert (here.chain, here.note) == ("patch conv", "")
     site = on_npu(model, image)
     copied, alone = site.note.split("; ")
-    assert copied.startswith("reads a contiguous copy of its input: Ascend's compiler")
+    assert copied == f"reads a contiguous copy of its input: {ASCEND}"
     assert alone == "no chain behind it: the result of the convolution is not in channels_last memory"
 
 

@@ -386,13 +386,17 @@ def test_inner_compilers():
     rotary(Rotary(), *inputs(), backend_options={"inner": "aot_eager"})
 
 
+ASCEND = "Ascend's compiler moves numbers within the last dim one at a time, so it runs as it is written; " \
+    "no other spelling changes that"
+
+
 def test_not_on_devices_that_permute_element_by_element(monkeypatch):
     from ascend_ln_fuse.patterns import rotary_site
 
     assert "npu" in rotary_site.ELEMENTWISE
     monkeypatch.setattr(rotary_site, "ELEMENTWISE", {"cpu"})
     for model, given in ((Rotary(), inputs()), (Written(lambda *g: wan(*g, None)), written())):
-        assert refused(model, *given) == ["Ascend's compiler permutes a lane element by element"]
+        assert refused(model, *given) == [ASCEND]
 
 
 # Gradients
@@ -478,4 +482,4 @@ def test_an_npu_gets_none():
         report, = trace(Example(model, given, {}))
         assert report.error is None and report.sites == ()
         left, = report.rotary
-        assert left.status == "declined" and "permutes a lane element by element" in left.reason
+        assert (left.status, left.reason, left.remedy) == ("declined", ASCEND, "")

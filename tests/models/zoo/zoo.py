@@ -38,6 +38,8 @@ import measure  # noqa: E402
 import torch  # noqa: E402
 from pages import made_with, write_section  # noqa: E402
 
+from ascend_ln_fuse.across import NOT_INNERMOST  # noqa: E402
+
 VERSIONED = ("torch", "transformers", "diffusers")
 LIBRARIES = ("transformers", "diffusers")
 #: what a worker may take
@@ -260,8 +262,8 @@ def _left_out() -> str:
 
 
 def _general(why: str) -> str:
-    """A reason without the numbers in brackets."""
-    return why.partition(" (its stride")[0]
+    """A reason, without what it says of one tensor."""
+    return NOT_INNERMOST if why.startswith(NOT_INNERMOST) else why
 
 
 def _listed(rows: Iterable[dict], most: int = 6) -> str:
