@@ -99,8 +99,8 @@ def _drop(graph: Graph, attentions: dict[Node, str]) -> None:
 def _words(attentions: dict[Node, str]) -> str:
     counts = [f"{list(attentions.values()).count(meaning)} {meaning}" for meaning in (ALL, CAUSAL)
               if meaning in attentions.values()]
-    masks = "attention mask is" if len(attentions) == 1 else "attention masks are"
-    return f"{len(attentions)} {masks} not built: the same in every call ({', '.join(counts)})"
+    which = "1 attention runs" if len(attentions) == 1 else f"{len(attentions)} attentions run"
+    return f"{which} without a mask, which is the same in every call ({', '.join(counts)})"
 
 
 def _arguments(node: Node) -> dict:
