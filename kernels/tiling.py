@@ -23,7 +23,7 @@ from math import prod
 
 from .lanes import columns, power
 from .layout import MAX_ROWS, Structure, Unsupported
-from .region import DTYPES, NormRegion
+from .region import DTYPES, NormRegion, Operand
 from .source import Tile
 from .targets import Target
 
@@ -128,34 +128,43 @@ def ladder(region: NormRegion, structure: Structure, sizes: Sequence[int],
 def _reads_again(tile: Tile, count: int, region: NormRegion, structure: Structure, target: Target) -> bool:
     """Whether a GPU's `count` programs of one row read it again when its statistics are known. How the row is
     reduced does not change."""
-    own = [DTYPES[x.dtype] for x, s in _lanes(region, structure) if s.moving[structure.blocked]]
-    if not target.power_of_two or tile.rows > 1 or tile.cols < region.lane or not region.norms or not own:
+    own = [DTYPES[x.dtype] for x in _own(region, structure)]
+    if not _is_row(tile, region, target) or not own:
         return False
     moved = sum(own) + sum(DTYPES[out.dtype] for out in region.outputs)
     norms = {arg for line in region.norms for arg in line.args}
-    modulations = sum(x.name not in norms and not s.moving[structure.blocked]
-                      for x, s in _lanes(region, structure))
+    modulations = sum(x.name not in norms for x in _shared(region, structure))
     return (region.lane * max(own) >= CUDA_LONG_ROW_BYTES and count * region.lane * moved >= CUDA_AGAIN_BYTES
             and (len(own) > 1 or modulations < 2))
-
-
-def _lanes(region: NormRegion, structure: Structure) -> list:
-    """(input, its structure) of those with a lane."""
-    return [(x, s) for x, s in zip(region.inputs, structure.operands) if s.lane]
 
 
 def _loads_first(tile: Tile, count: int, region: NormRegion, structure: Structure, target: Target) -> bool:
     """Whether a GPU's `count` programs of one row load all they need before the statistics: where all of
     them run at once, registers that wait cost nothing, and a load that comes late is waited for."""
-    lanes = _lanes(region, structure)
-    shared = len(lanes) > _streaming(region, structure)
-    if not target.power_of_two or tile.rows > 1 or tile.cols < region.lane or not (region.norms and shared):
+    shared = _shared(region, structure)
+    if not _is_row(tile, region, target) or not shared:
         return False
     threads = 32 * tile.num_warps
-    element = sum(DTYPES[x.dtype] for x, _ in lanes)
+    element = sum(DTYPES[x.dtype] for x in (*_own(region, structure), *shared))
     loads = element * tile.cols // threads // 4
     resident = CUDA_REGISTERS // (threads * (loads + CUDA_THREAD_ARITHMETIC))
     return loads <= CUDA_THREAD_LOADS and count <= resident * target.cores
+
+
+def _is_row(tile: Tile, region: NormRegion, target: Target) -> bool:
+    """Whether a GPU's program has one whole row, and normalises it."""
+    return target.power_of_two and tile.rows == 1 and tile.cols >= region.lane and bool(region.norms)
+
+
+def _own(region: NormRegion, structure: Structure) -> list[Operand]:
+    """Inputs with a lane of their own for every row."""
+    return [x for x, s in zip(region.inputs, structure.operands) if s.lane and s.moving[structure.blocked]]
+
+
+def _shared(region: NormRegion, structure: Structure) -> list[Operand]:
+    """Inputs with a lane that all rows of a tile share."""
+    return [x for x, s in zip(region.inputs, structure.operands)
+            if s.lane and not s.moving[structure.blocked]]
 
 
 def _fills(height: int, rows: int, others: int, busy: int) -> bool:
@@ -191,10 +200,10 @@ def _cuda(region: NormRegion, structure: Structure, target: Target) -> tuple[Til
     width, cols = _width(region), columns(region)
     if cols > CUDA_MAX_COLS // (2 if region.compute == "f64" else 1):
         return (Tile(1, 4096, 8), Tile(1, 1024, 4))
-    tiny = 2 * cols * width <= CUDA_SHORT_ROW_BYTES and _streaming(region, structure) > 1
+    tiny = 2 * cols * width <= CUDA_SHORT_ROW_BYTES and len(_own(region, structure)) > 1
     share = 2 if cols * width <= CUDA_SHORT_ROW_BYTES and not tiny else 1
     rows = 1 if structure.wide else min(MAX_ROWS, max(1, CUDA_TILE_BYTES // share // (cols * width)))
-    if rows == 2 and _streaming(region, structure) > 1:
+    if rows == 2 and len(_own(region, structure)) > 1:
         rows = 1  # add -> LayerNorm at D 1024, 8 MB: 10.2 us so, 10.6 with two rows
     warps = rows * cols * width // (CUDA_WARP_BYTES // share)
     if rows == 1:
@@ -218,8 +227,7 @@ def _width(region: NormRegion) -> int:
 
 def _width_streaming(region: NormRegion, structure: Structure) -> int:
     """Bytes of the widest element of what every row reads and writes for itself."""
-    own = [x for x, s in zip(region.inputs, structure.operands) if s.lane and s.moving[structure.blocked]]
-    return max(DTYPES[x.dtype] for x in (*own, *region.outputs))
+    return max(DTYPES[x.dtype] for x in (*_own(region, structure), *region.outputs))
 
 
 def _across(region: NormRegion, structure: Structure) -> tuple[Tile, ...]:
@@ -263,12 +271,6 @@ def _no_higher(tile: Tile, rows: int) -> Tile:
     """`tile` with at most that many rows, and as much work for a warp."""
     height = min(tile.rows, rows)
     return replace(tile, rows=height, num_warps=max(1, tile.num_warps * height // tile.rows))
-
-
-def _streaming(region: NormRegion, structure: Structure) -> int:
-    """Inputs with a lane of their own for every row."""
-    return sum(s.lane and s.moving[structure.blocked]
-               for _, s in zip(region.inputs, structure.operands))
 
 
 # -- Ascend ------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from ascend_ln_fuse.streams import lay_out_streams
 BATCH, WIDTH = 2, 16
 NOTE = "1 stream that lies across memory is copied where it begins: {} norms read rows"
 NOISE = torch.Generator()
+CONV = nn.Conv2d(WIDTH, WIDTH, 3, padding=1).requires_grad_(False)
 
 
 def randn(*shape, dtype=torch.float32):
@@ -89,6 +90,31 @@ def without_streams_across(graph):
     draft = Draft(graph)
     notes = lay_out_streams(draft)
     return draft.graph, notes
+
+
+# -- what may see how a stream lies
+
+
+@torch.library.custom_op("stream_cases::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@twice.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+@torch._dynamo.allow_in_graph
+def unknown(x):
+    return x * 2
+
+
+def image(x):
+    return x + CONV(x.transpose(1, 2).unflatten(2, (8, 8))).flatten(2).transpose(1, 2)
+
+
+# -- the pass on them
 
 
 def notes_of(f, *inputs, grad=False):

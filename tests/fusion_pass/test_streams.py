@@ -6,14 +6,18 @@ from cat_pieces import compiled
 from checks import check
 from stream_cases import (
     BATCH,
+    CONV,
     NOTE,
     POSITIONS,
     WIDTH,
     close,
     graph_of,
+    image,
     laid_out,
     model,
     randn,
+    twice,
+    unknown,
     video,
     without_streams_across,
 )
@@ -115,28 +119,6 @@ def test_one_token(behind, batch):
     assert ours.stride() == eager.stride() and close(ours, eager)
 
 
-@torch.library.custom_op("test_streams::twice", mutates_args=())
-def custom(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
-
-
-@custom.register_fake
-def _(x):
-    return torch.empty_like(x)
-
-
-@torch._dynamo.allow_in_graph
-def unknown(x):
-    return x * 2
-
-
-CONV = nn.Conv2d(WIDTH, WIDTH, 3, padding=1).requires_grad_(False)
-
-
-def image(x):
-    return x + CONV(x.transpose(1, 2).unflatten(2, (8, 8))).flatten(2).transpose(1, 2)
-
-
 def transposed_back(x):
     x = x * 2
     return x + x.transpose(1, 2).reshape(BATCH, -1).view(BATCH, WIDTH, -1).transpose(1, 2)
@@ -168,7 +150,7 @@ def long_rows(monkeypatch):
 
 @pytest.mark.usefixtures("long_rows")
 @pytest.mark.parametrize("between", [
-    image, transposed_back, by_index, by_strides, in_place, first_kept, custom, unknown,
+    image, transposed_back, by_index, by_strides, in_place, first_kept, twice, unknown,
     lambda x: x + x[True][0],
     lambda x: x + (x * 2).transpose(1, 2).view(BATCH, -1)[:, :1, None],
     lambda x: x + F.normalize(x, dim=1),

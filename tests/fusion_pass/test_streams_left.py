@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from stream_cases import BATCH, NOTE, WIDTH, model, notes_of, randn, video
+from stream_cases import BATCH, CONV, NOTE, WIDTH, image, model, notes_of, randn, twice, unknown, video
 from torch import nn
 from torch.nn import functional as F
 
@@ -13,23 +13,7 @@ from ascend_ln_fuse import across, last_reports
 from ascend_ln_fuse.remedies import remedy
 
 HERE = Path(__file__).name
-CONV = nn.Conv2d(WIDTH, WIDTH, 3, padding=1).requires_grad_(False)
 BLOCKS = model().requires_grad_(False).blocks
-
-
-@torch.library.custom_op("test_streams_left::twice", mutates_args=())
-def twice(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
-
-
-@twice.register_fake
-def _(x):
-    return torch.empty_like(x)
-
-
-@torch._dynamo.allow_in_graph
-def unknown(x):
-    return x * 2
 
 
 def reason(f, *inputs, grad=False):
@@ -42,10 +26,6 @@ def reason(f, *inputs, grad=False):
                          r"(.*?)(?: \((?:[\w.]+, )?\w+\.py:\d+\))?(?:; what helps: (.*))?", note)
     assert found and (found[2] or "") == remedy(found[1]), note
     return found[1]
-
-
-def image(x):
-    return x + CONV(x.transpose(1, 2).unflatten(2, (8, 8))).flatten(2).transpose(1, 2)
 
 
 def in_place(x):
@@ -82,8 +62,9 @@ def test_what_is_returned(behind):
 def test_the_place_of_the_cause():
     """In a large model there are many convolutions."""
     note, = notes_of(model(image), video())
-    line = image.__code__.co_firstlineno + 1
-    assert re.search(rf"{DEPENDS}conv2d \([\w.]+CONV, {HERE}:{line}\); what helps", note), note
+    code = image.__code__
+    place = f"{Path(code.co_filename).name}:{code.co_firstlineno + 1}"
+    assert re.search(rf"{DEPENDS}conv2d \([\w.]+CONV, {place}\); what helps", note), note
 
 
 def blocks(hidden):
