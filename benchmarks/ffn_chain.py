@@ -194,12 +194,19 @@ def main() -> int:
     parser.add_argument("--autotune-tokens", type=int, default=8192, help="no autotuning above this many")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=3600, help="start no cell after this long")
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--json", metavar="FILE", help="written anew after every cell")
     args = parser.parse_args()
     if not torch.cuda.is_available() or torch.version.cuda is None:
         print("ffn_chain.py: needs an NVIDIA GPU; none was found", file=sys.stderr)
         return 1
     started, cells, left = time.monotonic(), [], 0
+    title = f"{args.activation}; {machine()}"
+
+    def save(**more) -> None:
+        if args.json:
+            with open(args.json, "w") as file:
+                json.dump({"machine": title, "cells": cells, **more}, file, indent=1)
+
     with torch.no_grad():
         for tokens in args.tokens:
             for hidden in args.hidden:
@@ -208,7 +215,7 @@ def main() -> int:
                     continue
                 cells.append(measure(hidden, tokens, args))
                 print(f"{hidden} x {tokens}: {cells[-1]['graph_us']}", file=sys.stderr)
-    title = f"{args.activation}; {machine()}"
+                save()
     show(cells, title)
     held = memory(4096, 8192, ACTIVATIONS[args.activation])
     for kind, found in held.items():
@@ -217,9 +224,7 @@ def main() -> int:
               f"{ours / 2**20:.0f} MiB ({100 * (1 - ours / eager):.0f}% less)")
     if left:
         print(f"{left} cells were not reached in {args.seconds:.0f} s")
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump({"machine": title, "cells": cells, "memory": held, "not_reached": left}, file, indent=1)
+    save(memory=held, not_reached=left)
     return 0
 
 

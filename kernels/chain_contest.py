@@ -27,8 +27,9 @@ MARGIN = 1.02
 #: measure them. What is left then is not tried.
 COMPILE_SECONDS, MEASURE_SECONDS = 4.0, 0.3
 
-#: Milliseconds from which on a call is timed as it is: what the host does for it is long done.
-LONG_MS = 1.0
+#: Milliseconds from which on a call is timed as it is: what the host does for it (some 50 us for a segment by
+#: the library) is long done.
+LONG_MS = 0.5
 
 BY_LIBRARY, BY_ACTIVATED = Way(LIBRARY), Way(ACTIVATED)
 

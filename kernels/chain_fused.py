@@ -46,6 +46,9 @@ class FusedSegment:
         biases = [None if ref is None else _rows(values, ref, 0) for ref in self.biases]
         return first, weights, biases, [operand(values, a) for a in self.extra]
 
+    def bytes_of_weights(self, values: Mapping[str, torch.Tensor]) -> int:
+        return sum(w.numel() * w.dtype.itemsize for w in self.tensors(values)[1])
+
     def about(self, values: Mapping[str, torch.Tensor], rows: int, device: torch.device) -> tuple:
         """(sizes of the weights in words; why no kernel serves these values, or None; functions that list the
         block shapes `configs` and `unsplit` of the FusedLinear)."""

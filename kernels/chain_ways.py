@@ -50,8 +50,11 @@ from .reference import TORCH_DTYPES
 from .region import broadcast_sizes
 from .settings import DEFAULT_SELF_CHECK
 
-#: Rows above which no kernel with a product is tried: the product itself is the time then.
-FEW_ROWS = 256
+#: Rows above which no kernel with a product is tried: the product itself is the time then. Between SURE_ROWS
+#: and that many, only with weights of so many bytes: at 256 rows, kernels won on an H200 at hidden sizes of
+#: 768 and 1024 (17.1 us for 19.3, 21.0 for 21.9), were level at 1536 and 2048, and lost at 3072 (42 for 38),
+#: where measuring them took 2 s of HunyuanVideo's first call.
+FEW_ROWS, SURE_ROWS, LIGHT_BYTES = 256, 128, 32e6
 
 #: Choices that one runner keeps; each is found again on disk.
 MAX_CHOICES = 256
@@ -291,7 +294,7 @@ class ChainRunner:
     def _expect_kernels(self, number: int, fused: FusedSegment, values: dict, numbers: dict) -> None:
         """What segment `number` is measured with, or what that has chosen before."""
         place = self._place(number, values)
-        if place is None or place.key in self.choices or place.rows > FEW_ROWS:
+        if place is None or place.key in self.choices or not place.few:
             return
         sizes, unsupported, configs, unsplit = fused.about(values, place.rows, place.device)
         if unsupported is not None:
@@ -332,12 +335,15 @@ class ChainRunner:
             return None
         first = values[self._whole[number]]
         rows = first.numel() // first.shape[-1] if first.shape[-1] else 0
-        if not rows or rows > FEW_ROWS and not self._by_activated(number, first.device):
+        if not rows:
             return None
         bucket = 1 << (rows - 1).bit_length()
+        few = bucket <= SURE_ROWS or bucket <= FEW_ROWS and fused.bytes_of_weights(values) <= LIGHT_BYTES
+        if not few and not self._by_activated(number, first.device):
+            return None
         read = segment.norm.reads if segment.norm is not None else (fused.value,)
         layout = [_layout_of(values[name]) for name in read]
-        return _Place((number, first.get_device(), bucket, *layout), first.device, rows, bucket)
+        return _Place((number, first.get_device(), bucket, *layout), first.device, rows, bucket, few)
 
     def _by_activated(self, number: int, device: torch.device) -> bool:
         """Whether segment `number` may have its activation in the product there."""
@@ -361,7 +367,7 @@ class ChainRunner:
 
         run_kernel = trial.call(ONE_KERNEL, values, numbers)
         sizes, unsupported, configs, unsplit = fused.about(ready, place.rows, place.device)
-        if place.rows > FEW_ROWS:
+        if not place.few:
             unsupported, configs, unsplit = None, tuple, tuple
         question = Question(self._text(fused, sizes), place.device, place.bucket,
                             trial.call(LIBRARY, values, numbers), by_kernel, unsupported, configs,
@@ -385,12 +391,14 @@ class ChainRunner:
 
 @dataclass(frozen=True)
 class _Place:
-    """A number of rows. key: of the choice in a runner; bucket: the rows, rounded up to a power of two."""
+    """A number of rows. key: of the choice in a runner; bucket: the rows, rounded up to a power of two; few:
+    whether kernels with the product are tried."""
 
     key: tuple
     device: torch.device
     rows: int
     bucket: int
+    few: bool
 
 
 class _Part(NamedTuple):

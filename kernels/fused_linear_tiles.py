@@ -97,10 +97,10 @@ def tiles(m: int, n: int, k: int, joint: int, norm: bool, cores: int) -> tuple[G
     of all projections together, of which `joint` share an epilogue. `norm`: there is one in front.
 
     As many as it takes: in benchmarks/ffn_chain.py on an H200 the fastest of six was the first for 128 rows,
-    one of the first three for 16, and any for one row.
+    one of the first three for 16, and any for one row; for 58 rows (SeedVR's text) one of the first two.
     """
     n = -(-n // joint)
-    shapes, most = (VECTOR, 6) if m == 1 else (FEW, 4) if m <= 16 else (MANY, 3)
+    shapes, most = (VECTOR, 6) if m == 1 else (FEW, 4) if m <= 16 else (MANY, 2)
     found = []
     for tile in _whole(shapes, m, k, joint, norm):
         found.append(tile)

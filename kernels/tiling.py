@@ -42,13 +42,17 @@ UB_SHARE_950 = 0.97
 #: registers. All of these by benchmarks/kernel_sweep.py on an H200.
 CUDA_TILE_BYTES = 4096
 CUDA_WARP_BYTES = 2048
-#: CUDA: rows of at most this many bytes take half of both (q and k of heads of 128 together: 43 us so,
-#: 58 otherwise), but not several tensors of rows of half that length (12 heads of 64: 82 us whole, 88 half).
-CUDA_SHORT_ROW_BYTES = 256
+#: CUDA: bytes that one warp loads of rows of at most CUDA_SHORT_ROW_BYTES whose tiles share weights behind
+#: the norm, or modulations: of all operands together, two rounds of 16 bytes a thread (LayerNorm -> modulate
+#: at D 128 and 256, 8 MB: 5.9 and 6.0 us so, 6.3 and 6.6 in one round, 7.0 (D 256) in four; gated add ->
+#: LayerNorm -> modulate, of two operands, at D 128: 10.2 so, 10.8 in four rounds each).
+CUDA_SHORT_ROW_BYTES = 512
+CUDA_SHARING_WARP_BYTES = 1024
 #: CUDA: a row that is a program's only one takes a warp for half as many bytes, up to this many warps: its
 #: reductions take longer than its loads (LayerNorm at D 4096, 1 MB: 3.1 us so, 3.5 otherwise). Bytes of the
 #: row alone, neither padded nor of modulations that rows share: Wan's gated add -> LayerNorm -> modulate at
 #: D 1536, 100 MB: 101 us in 2 warps, 114 in 8; SD3.5's LayerNorm -> modulate at D 2432: 12.5 in 4, 15.4 in 8.
+#: RMSNorm of one tensor takes up to twice as many (D 8192, 512 MB: 253 us so, 257 in 8; 4 MB: 4.1 and 4.2).
 CUDA_ROW_WARPS = 8
 #: CUDA: half-precision columns that a warp loads at once. Where the last round of CUDA_ROW_WARPS is left half
 #: empty, half of them take one round more (LayerNorm at D 5120, 8 MB: 6.5 us so, 7.3 otherwise; at D 7168
@@ -132,10 +136,8 @@ def _reads_again(tile: Tile, count: int, region: NormRegion, structure: Structur
     if not _is_row(tile, region, target) or not own:
         return False
     moved = sum(own) + sum(DTYPES[out.dtype] for out in region.outputs)
-    norms = {arg for line in region.norms for arg in line.args}
-    modulations = sum(x.name not in norms for x in _shared(region, structure))
     return (region.lane * max(own) >= CUDA_LONG_ROW_BYTES and count * region.lane * moved >= CUDA_AGAIN_BYTES
-            and (len(own) > 1 or modulations < 2))
+            and (len(own) > 1 or _modulations(region, structure) < 2))
 
 
 def _loads_first(tile: Tile, count: int, region: NormRegion, structure: Structure, target: Target) -> bool:
@@ -165,6 +167,12 @@ def _shared(region: NormRegion, structure: Structure) -> list[Operand]:
     """Inputs with a lane that all rows of a tile share."""
     return [x for x, s in zip(region.inputs, structure.operands)
             if s.lane and not s.moving[structure.blocked]]
+
+
+def _modulations(region: NormRegion, structure: Structure) -> int:
+    """How many of them are no norm's own."""
+    norms = {arg for line in region.norms for arg in line.args}
+    return sum(x.name not in norms for x in _shared(region, structure))
 
 
 def _fills(height: int, rows: int, others: int, busy: int) -> bool:
@@ -200,21 +208,22 @@ def _cuda(region: NormRegion, structure: Structure, target: Target) -> tuple[Til
     width, cols = _width(region), columns(region)
     if cols > CUDA_MAX_COLS // (2 if region.compute == "f64" else 1):
         return (Tile(1, 4096, 8), Tile(1, 1024, 4))
-    tiny = 2 * cols * width <= CUDA_SHORT_ROW_BYTES and len(_own(region, structure)) > 1
-    share = 2 if cols * width <= CUDA_SHORT_ROW_BYTES and not tiny else 1
-    rows = 1 if structure.wide else min(MAX_ROWS, max(1, CUDA_TILE_BYTES // share // (cols * width)))
-    if rows == 2 and len(_own(region, structure)) > 1:
+    own, centred = len(_own(region, structure)), any(line.op == "layer_norm" for line in region.norms)
+    each = _width_streaming(region, structure)
+    rows = 1 if structure.wide else min(MAX_ROWS, max(1, CUDA_TILE_BYTES // (cols * width)))
+    if rows == 2 and own > 1:
         rows = 1  # add -> LayerNorm at D 1024, 8 MB: 10.2 us so, 10.6 with two rows
-    warps = rows * cols * width // (CUDA_WARP_BYTES // share)
+    warps = rows * cols * width // CUDA_WARP_BYTES
+    if cols * width <= CUDA_SHORT_ROW_BYTES and _modulations(region, structure):
+        warps = rows * cols * each * own // CUDA_SHARING_WARP_BYTES
     if rows == 1:
-        each = _width_streaming(region, structure)
         twice = 2 * region.lane * each // CUDA_WARP_BYTES
-        warps = max(cols * each // CUDA_WARP_BYTES, min(CUDA_ROW_WARPS, power(twice + 1) // 2))
+        most = CUDA_ROW_WARPS if centred or own > 1 else 2 * CUDA_ROW_WARPS
+        warps = max(cols * each // CUDA_WARP_BYTES, min(most, power(twice + 1) // 2))
         if each == 2 and warps == CUDA_ROW_WARPS and \
                 region.lane % (CUDA_ROUND * warps) == CUDA_ROUND * warps // 2:
             warps //= 2
     warps = max(1, min(CUDA_MAX_WARPS, warps))
-    centred = any(line.op == "layer_norm" for line in region.norms)
     if centred and width == 2 and cols > CUDA_KEPT_COLS and 4 * region.lane <= 3 * cols:
         return (Tile(rows, cols, max(1, warps // 2), reads_again=True),)
     return (Tile(rows, cols, warps),)

@@ -69,7 +69,8 @@ class Writer:
         self.tags += [f"O{i}_{n}" for i, (n, _) in enumerate(tensors[len(region.inputs):])]
         params = [(f"P_{tag}", POINTER_TYPES[d]) for tag, (_, d) in zip(self.tags, tensors)]
         for tag, operand in zip(self.tags, structure.operands):
-            params += [(f"S_{tag}_{d}", "i64") for d in operand.passed(structure.blocked)]
+            stride = "i32" if structure.narrow else "i64"
+            params += [(f"S_{tag}_{d}", stride) for d in operand.passed(structure.blocked)]
             params += [(f"S_{tag}_LANE", "i64")] * operand.across
         params += [(f"N_{d}", "i32") for d in range(structure.dims)]
         params.append(("TILES", "i32"))
@@ -152,11 +153,15 @@ class Writer:
             if (tag in used and tag not in self.needed) or not any(operand.moving):
                 continue
             row = "ROW_0" if self.rows > 1 else f"I_{blocked}"
-            terms = [f"{row if d == blocked else f'I_{d}'}.to(tl.int64) * S_{tag}_{d}"
+            wide = "" if self.structure.narrow else ".to(tl.int64)"
+            terms = [f"{row if d == blocked else f'I_{d}'}{wide} * S_{tag}_{d}"
                      for d in operand.passed(blocked)]
+            if operand.dense:
+                terms.append(f"{row}{wide} * {self._length(tag) // operand.unit}")
             offset = " + ".join(terms)
-            if operand.unit > 1 and terms:
-                offset = f"({offset}) * {operand.unit}"
+            if terms and (self.structure.narrow or operand.unit > 1):
+                offset = f"({offset})" + ".to(tl.int64)" * self.structure.narrow
+                offset += f" * {operand.unit}" * (operand.unit > 1)
             if operand.adjacent:
                 offset = f"{offset} + {row}" if terms else row
             self.put(f"A_{tag} = P_{tag} + {offset}")
@@ -187,8 +192,14 @@ class Writer:
     def _row_offset(self, tag: str, operand) -> str:
         if operand.adjacent:
             return "ROW"
+        if operand.dense:
+            return f"ROW * {self._length(tag)}"
         step = f"S_{tag}_{self.structure.blocked}.to(tl.int32)"
         return f"ROW * ({step} * {operand.unit})" if operand.unit > 1 else f"ROW * {step}"
+
+    def _length(self, tag: str) -> int:
+        """Elements of an operand's lane."""
+        return self.region.head if tag in self.shared else self.lane
 
     def _mask(self, rows: bool, lane: bool, column: str = "COL") -> list[str]:
         return ["ROW_IN"] * rows + [f"{column}_IN"] * (lane and self.padded)

@@ -15,7 +15,7 @@ from ascend_ln_fuse.kernels.chain import Chain, RegionStage, evaluate
 from ascend_ln_fuse.kernels.chain_choice import ACTIVATED, LIBRARY, ONE_KERNEL, Choice, Way, agree, choose
 from ascend_ln_fuse.kernels.chain_ops import chain_call
 from ascend_ln_fuse.kernels.chain_products import LinearStage
-from ascend_ln_fuse.kernels.chain_ways import FEW_ROWS, ChainRunner
+from ascend_ln_fuse.kernels.chain_ways import FEW_ROWS, SURE_ROWS, ChainRunner
 from ascend_ln_fuse.kernels.fused_linear import FusedLinear, GemmTile
 from ascend_ln_fuse.kernels.fused_linear_plan import Plan
 from ascend_ln_fuse.kernels.launch import Runner
@@ -365,6 +365,22 @@ def test_where_it_is_not_asked_about(product, monkeypatch):
     runner = ChainRunner(act("relu"), "off", decide)
     asked.clear()
     assert is_right(runner, act_inputs()) and not any(asked)
+
+
+@pytest.mark.parametrize("light, asked", [(True, [128, 256]), (False, [128])])
+def test_for_more_rows_kernels_are_asked_about_where_weights_are_light(light, asked, monkeypatch):
+    rows = []
+
+    def decide(question):
+        rows.append(question.rows)
+        return Choice(LIBRARY)
+
+    heaviest = max(w.numel() * w.itemsize for w in act_inputs())
+    monkeypatch.setattr(chain_ways, "LIGHT_BYTES", heaviest if light else 0)
+    runner = ChainRunner(act("relu"), "off", decide)
+    for half in (SURE_ROWS // 2, SURE_ROWS // 2 + 1, FEW_ROWS // 2 + 1):
+        assert is_right(runner, act_inputs(rows=half))  # two of them
+    assert list(dict.fromkeys(rows)) == asked
 
 
 def test_a_value_that_is_not_contiguous_stays_with_the_library(product):

@@ -264,6 +264,28 @@ def test_axes_of_the_grid_are_the_dims(dims):
     assert found[0].equal(found[2]) and found[1].equal(found[3])
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+def test_known_strides_and_narrow_offsets_change_no_bit(rows):
+    """Rows behind one another are walked by literals, in 32 bits, as others are by arguments in 64."""
+    r = region("modulate", 80, "bf16")
+    inputs = inputs_for(r, (3, 7))
+    walk = layout(r, [t.shape for t in inputs], [t.stride() for t in inputs])
+    assert walk.structure.narrow and any(x.dense for x in walk.structure.operands)
+    told = tuple(replace(x, dense=False) for x in walk.structure.operands)
+    found = []
+    for structure, stride in ((walk.structure, "tl.int32"),
+                              (replace(walk.structure, operands=told, narrow=False), "tl.int64")):
+        each = replace(walk, structure=structure)
+        kernel = generate(r, structure, Tile(rows, 128), CUDA)
+        assert set(re.findall(r"S_\w+: (tl\.\w+)", kernel.source)) == {stride}
+        out = torch.full_like(reference(r, inputs, [1e-5])[0], float("nan"))
+        integers, grid = launch_facts(each, rows, CUDA)
+        interpreter.run(load(kernel), grid, [*inputs, out, *integers, 1e-5])
+        assert_right(r, inputs, [1e-5], [out])
+        found.append((out, len(integers)))
+    assert found[0][0].equal(found[1][0]) and found[0][1] < found[1][1]
+
+
 def test_same_input_same_text():
     r = region("add_norm", 128, "bf16")
     inputs = inputs_for(r, (2, 5))

@@ -80,8 +80,11 @@ def test_structure_says_what_the_strides_are(case):
     for operand, strides in zip(found.structure.operands, found.strides):
         assert operand.moving == tuple(s != 0 for s in strides)
         assert all(s % operand.unit == 0 for s in strides) and LANE % operand.unit == 0
+        assert operand.dense == (operand.lane and strides[found.structure.blocked] == LANE)
+        assert len(operand.passed(found.structure.blocked)) == sum(operand.moving) - operand.dense
     plain = layout(region, [x.shape, y.shape], [x.stride(), y.stride()], units=False)
-    assert all(operand.unit == 1 for operand in plain.structure.operands)
+    assert all(operand.unit == 1 and not operand.dense for operand in plain.structure.operands)
+    assert found.structure.narrow and not plain.structure.narrow
 
 
 def ln(shape, strides, rank=None, lane=128):
@@ -156,6 +159,15 @@ def test_wide_offsets():
     assert ln((5, 7, 128), (2**25, 2**22, 1)).structure.wide
     assert not ln((5, 7, 128), (2**25, 2**20, 1)).structure.wide
     assert 2**22 * 1024 > INT32_MAX
+
+
+def test_offsets_that_fit_32_bits():
+    """In units of 8 elements, to the last row that there is."""
+    most = 2**31 - 1
+    assert ln((5, 3, 128), (most // 4 * 8, 2**13, 1)).structure.narrow is False
+    assert ln((5, 3, 128), (most // 4 * 8 - 2**13, 2**10, 1)).structure.narrow
+    assert not ln((2, 3, 128), (2**34, 256, 1)).structure.narrow
+    assert ln((1, 3, 128), (2**34, 256, 1)).structure.narrow  # where it never goes
 
 
 @pytest.mark.parametrize("shape, message", [

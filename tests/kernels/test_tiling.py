@@ -128,9 +128,20 @@ def test_rows_that_fill_a_long_tile_badly_are_read_again_at_any_size():
 
 def test_warps_of_a_long_row_take_it_in_whole_rounds():
     """Of 256 half-precision columns a warp."""
-    for lane, warps in ((4096, 8), (5120, 4), (6144, 8), (7168, 4), (8192, 8), (5128, 8)):
+    for lane, warps in ((4096, 8), (5120, 4), (6144, 8), (7168, 4), (8192, 16), (5128, 8)):
         assert tiles("rms_norm", lane, "bf16", (1, 1000), GPU)[0].num_warps == warps
+    for name in ("layer_norm", "add_norm"):  # not with a second reduction, or a second operand
+        assert tiles(name, 8192, "bf16", (1, 1000), GPU)[0].num_warps == 8
     assert tiles("rms_norm", 5120, "f32", (1, 1000), GPU)[0].num_warps == 16
+
+
+def test_short_rows_that_share_modulations_take_two_rounds_of_loads():
+    """32 bytes a thread, of all that it reads of its rows."""
+    for lane, rows in ((64, 32), (128, 16), (256, 8)):
+        assert tiles("modulate", lane, "bf16", (2, 100_000), GPU)[0] == Tile(rows, lane, 4)
+        assert tiles("layer_norm", lane, "bf16", (2, 100_000), GPU)[0] == Tile(rows, lane, 2)
+        assert tiles("add_norm", lane, "bf16", (2, 100_000), GPU)[0] == Tile(rows, lane, 2)
+    assert tiles("modulate", 512, "bf16", (2, 100_000), GPU)[0] == Tile(4, 512, 2)
 
 
 def test_small_batches_use_all_cores():
