@@ -215,7 +215,7 @@ def _cuda(region: NormRegion, structure: Structure, target: Target) -> tuple[Til
         rows = 1  # add -> LayerNorm at D 1024, 8 MB: 10.2 us so, 10.6 with two rows
     warps = rows * cols * width // CUDA_WARP_BYTES
     if cols * width <= CUDA_SHORT_ROW_BYTES and _modulations(region, structure):
-        warps = rows * cols * each * own // CUDA_SHARING_WARP_BYTES
+        warps = power(rows * cols * each * own // CUDA_SHARING_WARP_BYTES + 1) // 2
     if rows == 1:
         twice = 2 * region.lane * each // CUDA_WARP_BYTES
         most = CUDA_ROW_WARPS if centred or own > 1 else 2 * CUDA_ROW_WARPS

@@ -144,6 +144,20 @@ def test_short_rows_that_share_modulations_take_two_rounds_of_loads():
     assert tiles("modulate", 512, "bf16", (2, 100_000), GPU)[0] == Tile(4, 512, 2)
 
 
+@pytest.mark.parametrize("own, warps", [(1, 4), (2, 8), (3, 8), (5, 16)])
+def test_they_take_a_power_of_two_of_warps(own, warps):
+    """Whatever the number of operands: Triton takes no other."""
+    x, s = "[*, *, 128]", "[*, 1, 128]"
+    lines = [f"space {x}", f"in u0: bf16{x}", *(f"in h{i}: bf16{x}" for i in range(1, own)),
+             f"in s: bf16{s}", "scalar eps", *(f"u{i}: bf16 = add(u{i - 1}, h{i})" for i in range(1, own)),
+             f"v: bf16 = layer_norm(u{own - 1}, none, none, eps)", "w: bf16 = mul(v, s)",
+             "out w: bf16 order(0, 1, 2)"]
+    tokens = 50_000
+    found = layout(parse("\n".join(lines)), [(2, tokens, 128)] * own + [(2, 1, 128)],
+                   [(tokens * 128, 128, 1)] * own + [(128, 128, 1)])
+    assert ladder(parse("\n".join(lines)), found.structure, found.sizes, GPU)[0] == Tile(16, 128, warps)
+
+
 def test_small_batches_use_all_cores():
     assert tiles("layer_norm", 128, "bf16", (2, 400), NPU)[0].rows < 96
     found = tiles("layer_norm", 128, "bf16", (2, 400), NPU)[0]
