@@ -48,6 +48,11 @@ CUDA_WARP_BYTES = 2048
 #: LayerNorm -> modulate, of two operands, at D 128: 10.2 so, 10.8 in four rounds each).
 CUDA_SHORT_ROW_BYTES = 512
 CUDA_SHARING_WARP_BYTES = 1024
+#: CUDA: bytes that a thread loads where such rows have more than two operands of their own, as with a rotary
+#: embedding, in programs of that many warps (q and k with RMSNorm and rotary embedding, 8192 tokens, 24 heads
+#: of 128, fp32 tables: 56 us so, 67 with twice as many rows, 78 with four times; 32 heads of 64, bf16: 38.5
+#: and 42.5).
+CUDA_MANY_BYTES, CUDA_MANY_WARPS = 128, 2
 #: CUDA: a row that is a program's only one takes a warp for half as many bytes, up to this many warps: its
 #: reductions take longer than its loads (LayerNorm at D 4096, 1 MB: 3.1 us so, 3.5 otherwise). Bytes of the
 #: row alone, neither padded nor of modulations that rows share: Wan's gated add -> LayerNorm -> modulate at
@@ -72,10 +77,12 @@ CUDA_LONG_ROW_BYTES = 8192
 CUDA_KEPT_COLS = 8192
 
 #: CUDA, where the lane lies across: bytes of the rows that a tile reads side by side at one lane element, and
-#: the fewest (a sector, the least that memory moves); elements from which a tile takes the fewest; elements
-#: of all live tiles that a thread holds; and those that the registers of a program hold. By `kernel_sweep.py
-#: across` (LayerNorm and SiLU of 384 channels: 120 us so, 157 with 32 rows and 32 elements a thread). Where
-#: the number of rows is no multiple of 4, bf16 tiles of 2048 columns spill (by ptxas for sm_90, Triton 3.6).
+#: the fewest (a sector, the least that memory moves); elements from which a tile takes the fewest (twice as
+#: many where one tile is live and none centred: RMSNorm and SiLU of 384 channels, 384 MB: 236 us so, 296
+#: otherwise); elements of all live tiles that a thread holds; and those that the registers of a program hold.
+#: By `kernel_sweep.py across` (LayerNorm and SiLU of 384 channels: 120 us so, 157 with 32 rows and 32 of
+#: these a thread). Where the number of rows is no multiple of 4, bf16 tiles of 2048 columns spill (by ptxas
+#: for sm_90, Triton 3.6).
 CUDA_RUN_BYTES = 64
 CUDA_SECTOR_BYTES = 32
 CUDA_ACROSS_TILE = 8192
@@ -208,17 +215,21 @@ def _cuda(region: NormRegion, structure: Structure, target: Target) -> tuple[Til
     width, cols = _width(region), columns(region)
     if cols > CUDA_MAX_COLS // (2 if region.compute == "f64" else 1):
         return (Tile(1, 4096, 8), Tile(1, 1024, 4))
-    own, centred = len(_own(region, structure)), any(line.op == "layer_norm" for line in region.norms)
-    each = _width_streaming(region, structure)
-    rows = 1 if structure.wide else min(MAX_ROWS, max(1, CUDA_TILE_BYTES // (cols * width)))
-    if rows == 2 and own > 1:
+    own = [DTYPES[x.dtype] for x in _own(region, structure)]
+    centred = any(line.op == "layer_norm" for line in region.norms)
+    each, short = _width_streaming(region, structure), cols * width <= CUDA_SHORT_ROW_BYTES
+    rows = max(1, CUDA_TILE_BYTES // (cols * width))
+    if rows == 2 and len(own) > 1:
         rows = 1  # add -> LayerNorm at D 1024, 8 MB: 10.2 us so, 10.6 with two rows
     warps = rows * cols * width // CUDA_WARP_BYTES
-    if cols * width <= CUDA_SHORT_ROW_BYTES and _modulations(region, structure):
-        warps = power(rows * cols * each * own // CUDA_SHARING_WARP_BYTES + 1) // 2
+    if short and len(own) > 2:
+        rows, warps = _rows_of_many(cols, sum(own)), CUDA_MANY_WARPS
+    elif short and _modulations(region, structure):
+        warps = rows * cols * each * len(own) // CUDA_SHARING_WARP_BYTES
+    rows = 1 if structure.wide else min(MAX_ROWS, rows)
     if rows == 1:
         twice = 2 * region.lane * each // CUDA_WARP_BYTES
-        most = CUDA_ROW_WARPS if centred or own > 1 else 2 * CUDA_ROW_WARPS
+        most = CUDA_ROW_WARPS if centred or len(own) > 1 else 2 * CUDA_ROW_WARPS
         warps = max(cols * each // CUDA_WARP_BYTES, min(most, power(twice + 1) // 2))
         if each == 2 and warps == CUDA_ROW_WARPS and \
                 region.lane % (CUDA_ROUND * warps) == CUDA_ROUND * warps // 2:
@@ -227,6 +238,12 @@ def _cuda(region: NormRegion, structure: Structure, target: Target) -> tuple[Til
     if centred and width == 2 and cols > CUDA_KEPT_COLS and 4 * region.lane <= 3 * cols:
         return (Tile(rows, cols, max(1, warps // 2), reads_again=True),)
     return (Tile(rows, cols, warps),)
+
+
+def _rows_of_many(cols: int, bytes_of_all: int) -> int:
+    """Rows of a tile that CUDA_MANY_WARPS load, of operands with so many bytes an element."""
+    elements = power(CUDA_MANY_BYTES // bytes_of_all + 1) // 2
+    return max(1, 32 * CUDA_MANY_WARPS * elements // cols)
 
 
 def _width(region: NormRegion) -> int:
@@ -245,7 +262,7 @@ def _across(region: NormRegion, structure: Structure) -> tuple[Tile, ...]:
     """
     if structure.wide:
         return (Tile(1, 4096, 8),)
-    rows, cols = _shape_across(region)
+    rows, cols = _shape_across(region, structure)
     width = _width(region)
     if not holds_across(region, structure):
         rows, cols = CUDA_RUN_BYTES // width, 128
@@ -255,11 +272,12 @@ def _across(region: NormRegion, structure: Structure) -> tuple[Tile, ...]:
     return (Tile(rows, cols, max(1, warps)),)
 
 
-def _shape_across(region: NormRegion) -> tuple[int, int]:
+def _shape_across(region: NormRegion, structure: Structure) -> tuple[int, int]:
     """Rows and columns of a tile of whole lanes that lie across."""
     width, cols = _width(region), max(32, columns(region))
     rows = min(MAX_ROWS, max(CUDA_RUN_BYTES, CUDA_TILE_BYTES // cols) // width)
-    while rows * cols > CUDA_ACROSS_TILE and rows * width > CUDA_SECTOR_BYTES:
+    light = _live_across(region, structure) == 1 and not any(x.op == "layer_norm" for x in region.norms)
+    while rows * cols > CUDA_ACROSS_TILE * (2 if light else 1) and rows * width > CUDA_SECTOR_BYTES:
         rows //= 2
     return rows, cols
 
@@ -267,7 +285,7 @@ def _shape_across(region: NormRegion) -> tuple[int, int]:
 def holds_across(region: NormRegion, structure: Structure) -> bool:
     """Whether registers hold whole lanes that lie across. In pieces, what is above a norm is read once more
     for every pass, by few programs: no site is grown that far (fusion_pass/contract.py)."""
-    rows, cols = _shape_across(region)
+    rows, cols = _shape_across(region, structure)
     return rows * cols * _live_across(region, structure) <= CUDA_ACROSS_ELEMENTS
 
 

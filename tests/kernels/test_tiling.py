@@ -144,18 +144,21 @@ def test_short_rows_that_share_modulations_take_two_rounds_of_loads():
     assert tiles("modulate", 512, "bf16", (2, 100_000), GPU)[0] == Tile(4, 512, 2)
 
 
-@pytest.mark.parametrize("own, warps", [(1, 4), (2, 8), (3, 8), (5, 16)])
-def test_they_take_a_power_of_two_of_warps(own, warps):
-    """Whatever the number of operands: Triton takes no other."""
-    x, s = "[*, *, 128]", "[*, 1, 128]"
-    lines = [f"space {x}", f"in u0: bf16{x}", *(f"in h{i}: bf16{x}" for i in range(1, own)),
-             f"in s: bf16{s}", "scalar eps", *(f"u{i}: bf16 = add(u{i - 1}, h{i})" for i in range(1, own)),
-             f"v: bf16 = layer_norm(u{own - 1}, none, none, eps)", "w: bf16 = mul(v, s)",
-             "out w: bf16 order(0, 1, 2)"]
-    tokens = 50_000
-    found = layout(parse("\n".join(lines)), [(2, tokens, 128)] * own + [(2, 1, 128)],
+@pytest.mark.parametrize("dtype, own, tile", [
+    ("bf16", 1, Tile(16, 128, 4)), ("bf16", 2, Tile(16, 128, 8)), ("bf16", 3, Tile(8, 128, 2)),
+    ("bf16", 4, Tile(8, 128, 2)), ("bf16", 5, Tile(4, 128, 2)), ("f32", 3, Tile(4, 128, 2)),
+])
+def test_tiles_of_short_rows_with_several_operands(dtype, own, tile):
+    """A power of two of warps, whatever the number of operands."""
+    x, s = f"{dtype}[*, *, 128]", f"{dtype}[*, 1, 128]"
+    lines = ["space [*, *, 128]", f"in u0: {x}", *(f"in h{i}: {x}" for i in range(1, own)), f"in s: {s}",
+             "scalar eps", *(f"u{i}: {dtype} = add(u{i - 1}, h{i})" for i in range(1, own)),
+             f"v: {dtype} = layer_norm(u{own - 1}, none, none, eps)", f"w: {dtype} = mul(v, s)",
+             "out w: " + dtype + " order(0, 1, 2)"]
+    r, tokens = parse("\n".join(lines)), 50_000
+    found = layout(r, [(2, tokens, 128)] * own + [(2, 1, 128)],
                    [(tokens * 128, 128, 1)] * own + [(128, 128, 1)])
-    assert ladder(parse("\n".join(lines)), found.structure, found.sizes, GPU)[0] == Tile(16, 128, warps)
+    assert ladder(r, found.structure, found.sizes, GPU)[0] == tile
 
 
 def test_small_batches_use_all_cores():
