@@ -5,6 +5,12 @@ the model's own dtypes, plus one unit in the last place of the output's dtype; N
 where the reference has them. Of a large call a sample of whole rows is compared, so that the memory and
 the time of a check do not grow with the tensors.
 
+Not all rows tell right from wrong. Where a row is constant but for rounding, the normalised values are
+rounding errors divided by their own size, in the reference too, and whatever a kernel gives is within twice
+its error; a row of zeros, or a weight of zeros, hides what the norm is. A row tells something where a norm
+that is off by `OFF` would be outside the bound there. Rows that tell nothing are not let decide over the
+others' bound, and a finding says whether enough rows told something (`Finding.tells`).
+
 What every check computes on the CPU it takes in pieces so small that PyTorch stays in the calling thread (but
 for exp, tanh and sqrt, which take others from few elements on). Larger tensors wake a thread for each core,
 op by op, and wait for all of them: where the cores are busy, as they are while kernels compile, every op then
@@ -18,13 +24,13 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
+from itertools import count, product
 from math import prod
 
 import torch
 
 from .reference import program
-from .region import NormRegion
+from .region import NORMS, Line, NormRegion
 
 #: Bytes that the values of the sampled rows take together in float64; two rows are compared in any case.
 BUDGET = 4 * 2**20
@@ -44,6 +50,12 @@ MOST_ROUNDS = 64
 
 FEW_PERCENT = 2.0**-6
 
+#: The factor of a wrong norm that a row has to show.
+OFF = 1.125
+
+#: The fewest of the rows that have to show it, in each output behind a norm.
+TELLING = 0.25
+
 #: Float64 results have no better reference; their error in units of the largest value.
 F64_ERROR = 1e-13
 
@@ -58,6 +70,7 @@ class Finding:
         allowed: what the bound allows there.
         reference_error: the largest distance of the reference's own results from float64 in that output.
         rows, of: rows compared, and rows of the call.
+        tells: whether a wrong norm would have been seen; False where the values of the call hide one.
     """
 
     output: int
@@ -66,6 +79,7 @@ class Finding:
     reference_error: float
     rows: int
     of: int
+    tells: bool = True
 
     @property
     def within(self) -> bool:
@@ -108,12 +122,55 @@ def compare(region: NormRegion, inputs: Sequence[torch.Tensor], scalars: Sequenc
         # On the CPU: not every accelerator computes in float64.
         taken, ours, low = ([x.cpu() for x in xs] for xs in (taken, [x[index] for x in outputs], low))
         exact = float64_reference(by_row, taken, scalars)
-        found = [_worst(*three) for three in zip(ours, low, exact)]
-        if any(error > allowed for error, allowed, _ in found):
-            own = _own_error(by_row, taken, spread, scalars)
-            found = [_worst(*four) for four in zip(ours, low, exact, own)]
+        found = _look(by_row, spread, scalars, taken, ours, low, exact)
+        tells, clear = _telling(by_row, scalars, taken, low, exact, found)
+        if clear is not None and any(spread) and all(error <= allowed for error, allowed, _ in found):
+            # What the others' errors have excused is held to the bound of the rows that tell something.
+            taken = [x[clear] if s else x for x, s in zip(taken, spread)]
+            ours, low, exact = ([x[clear] for x in xs] for xs in (ours, low, exact))
+            found = _look(by_row, spread, scalars, taken, ours, low, exact)
+            tells, _ = _telling(by_row, scalars, taken, low, exact, found, len(rows))
     worst = max(range(len(found)), key=lambda i: found[i][0] / found[i][1])
-    return Finding(worst, *found[worst], len(rows), prod(space[:-1]))
+    return Finding(worst, *found[worst], len(rows), prod(space[:-1]), tells)
+
+
+def _look(by_row: NormRegion, spread: Sequence[bool], scalars: Sequence[float], inputs, ours, low,
+          exact) -> list[tuple[float, float, float]]:
+    """`_worst` of each output; where one is outside, with the reference's error measured again."""
+    found = [_worst(*three) for three in zip(ours, low, exact)]
+    if any(error > allowed for error, allowed, _ in found):
+        own = _own_error(by_row, inputs, spread, scalars)
+        found = [_worst(*four) for four in zip(ours, low, exact, own)]
+    return found
+
+
+def _telling(by_row: NormRegion, scalars: Sequence[float], inputs, low, exact,
+             found: Sequence[tuple[float, float, float]], of: int = 0) -> tuple[bool, torch.Tensor | None]:
+    """(whether enough rows would show a wrong norm under the bound that `found` has, the rows that would
+    show one under the bound of their own error alone; None: all do, or none).
+
+    of: the number of rows that "enough" is a part of, where it is not that of `exact`.
+    """
+    behind = _behind_norms(by_row)
+    if not behind:
+        return True, None
+    wrong = float64_reference(_off(by_row), inputs, scalars)
+    tells, clear = True, None
+    for i in behind:
+        info = torch.finfo(low[i].dtype)
+        shift, noise, size = _in_pieces(_row_maxima, [wrong[i], low[i], exact[i]])[0].unbind(-1)
+        unit = _ulp(size, info)
+        # A comparison with NaN is False: rows without numbers tell nothing.
+        showing = (shift > 2 * found[i][2] + unit).sum().item()
+        tells = tells and showing >= TELLING * (of or len(shift))
+        shown = shift > 2 * noise + unit
+        clear = shown if clear is None else clear & shown
+    return tells, clear if clear.any() and not clear.all() else None
+
+
+def _row_maxima(wrong: torch.Tensor, low: torch.Tensor, exact: torch.Tensor) -> tuple[torch.Tensor]:
+    """Of each row the largest change by a wrong norm, error of the reference, and value."""
+    return (torch.stack([x.abs().amax(-1) for x in (wrong - exact, low.double() - exact, exact)], -1),)
 
 
 def float64_reference(by_row: NormRegion, inputs: Sequence[torch.Tensor],
@@ -298,6 +355,37 @@ def _by_row(region: NormRegion) -> tuple[NormRegion, tuple[bool, ...]]:
                    for x, s in zip(region.inputs, spread))
     outputs = tuple(replace(out, order=(0, 1)) for out in region.outputs)
     return replace(region, rank=2, inputs=inputs, outputs=outputs), spread
+
+
+@lru_cache(maxsize=1024)
+def _off(region: NormRegion) -> NormRegion:
+    """`region` with all its norms off by `OFF`, in front of their weights and biases."""
+    taken = {*region.dtype_of, *region.scalars}
+    names = (name for n in count() if (name := f"off{n}") not in taken)
+    body: list[Line] = []
+    for line in region.body:
+        if line.op not in NORMS:
+            body.append(line)
+            continue
+        value, *parameters, eps = line.args
+        steps = [(line.op, (value, *[None] * len(parameters), eps)), ("mul", (OFF,))]
+        steps += [(op, (x,)) for op, x in zip(("mul", "add"), parameters) if x is not None]
+        last = None
+        for at, (op, args) in enumerate(steps):
+            name = line.name if at == len(steps) - 1 else next(names)
+            body.append(Line(name, line.dtype, op, args if last is None else (last, *args)))
+            last = name
+    return replace(region, body=tuple(body))
+
+
+@lru_cache(maxsize=1024)
+def _behind_norms(region: NormRegion) -> tuple[int, ...]:
+    """The outputs that a norm goes into."""
+    reached: set[str] = set()
+    for line in region.body:
+        if line.op in NORMS or reached.intersection(a for a in line.args if isinstance(a, str)):
+            reached.add(line.name)
+    return tuple(i for i, out in enumerate(region.outputs) if out.value in reached)
 
 
 @lru_cache(maxsize=1024)
