@@ -17,6 +17,11 @@ def power(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+def power_within(n: int) -> int:
+    """The largest power of two that is at most n; 0 where there is none."""
+    return power(n + 1) // 2
+
+
 def by_halves(region: NormRegion) -> bool:
     """Whether padding stands behind each half of a head instead of behind the lane."""
     return region.head != power(region.head) and any(line.op == "rotate_half" for line in region.body)

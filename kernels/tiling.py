@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import lru_cache
 from math import prod
 
-from .lanes import columns, power
+from .lanes import columns, power, power_within
 from .layout import MAX_ROWS, Structure, Unsupported
 from .region import DTYPES, NormRegion, Operand
 from .source import Tile
@@ -59,9 +59,10 @@ CUDA_MANY_BYTES, CUDA_MANY_WARPS = 128, 2
 #: D 1536, 100 MB: 101 us in 2 warps, 114 in 8; SD3.5's LayerNorm -> modulate at D 2432: 12.5 in 4, 15.4 in 8.
 #: RMSNorm of one tensor takes up to twice as many (D 8192, 512 MB: 253 us so, 257 in 8; 4 MB: 4.1 and 4.2).
 CUDA_ROW_WARPS = 8
-#: CUDA: half-precision columns that a warp loads at once. Where the last round of CUDA_ROW_WARPS is left half
-#: empty, half of them take one round more (LayerNorm at D 5120, 8 MB: 6.5 us so, 7.3 otherwise; at D 7168
-#: RMSNorm 5.9 and 6.5, LayerNorm -> modulate 7.4 and 7.0).
+#: CUDA: half-precision columns that a warp loads at once. Of several rows a program none takes less: Triton
+#: would give threads shorter pieces of a row, and add it up in another order. Where the last round of
+#: CUDA_ROW_WARPS is left half empty, half of them take one round more (LayerNorm at D 5120, 8 MB: 6.5 us so,
+#: 7.3 otherwise; at D 7168 RMSNorm 5.9 and 6.5, LayerNorm -> modulate 7.4 and 7.0).
 CUDA_ROUND = 256
 CUDA_MAX_COLS = 16384
 CUDA_MAX_WARPS = 16
@@ -196,7 +197,7 @@ def _lowest(tile: Tile, region: NormRegion, target: Target) -> int:
     lowest = min(2, tile.rows)
     if target.power_of_two:
         # Triton gives a thread its full 16 bytes of a row only where there are elements enough.
-        lowest = max(lowest, 256 * tile.num_warps // tile.cols)
+        lowest = max(lowest, CUDA_ROUND * tile.num_warps // tile.cols)
     return lowest
 
 
@@ -224,13 +225,14 @@ def _cuda(region: NormRegion, structure: Structure, target: Target) -> tuple[Til
     warps = rows * cols * width // CUDA_WARP_BYTES
     if short and len(own) > 2:
         rows, warps = _rows_of_many(cols, sum(own)), CUDA_MANY_WARPS
-    elif short and _modulations(region, structure):
-        warps = rows * cols * each * len(own) // CUDA_SHARING_WARP_BYTES
+    elif short and _modulations(region, structure) and region.lane % (CUDA_ROUND // 32) == 0:
+        # (Threads that load single elements share a row with those of other warps.)
+        warps = min(rows * cols * each * len(own) // CUDA_SHARING_WARP_BYTES, rows * cols // CUDA_ROUND)
     rows = 1 if structure.wide else min(MAX_ROWS, rows)
     if rows == 1:
         twice = 2 * region.lane * each // CUDA_WARP_BYTES
         most = CUDA_ROW_WARPS if centred or len(own) > 1 else 2 * CUDA_ROW_WARPS
-        warps = max(cols * each // CUDA_WARP_BYTES, min(most, power(twice + 1) // 2))
+        warps = max(cols * each // CUDA_WARP_BYTES, min(most, power_within(twice)))
         if each == 2 and warps == CUDA_ROW_WARPS and \
                 region.lane % (CUDA_ROUND * warps) == CUDA_ROUND * warps // 2:
             warps //= 2
@@ -242,7 +244,7 @@ def _cuda(region: NormRegion, structure: Structure, target: Target) -> tuple[Til
 
 def _rows_of_many(cols: int, bytes_of_all: int) -> int:
     """Rows of a tile that CUDA_MANY_WARPS load, of operands with so many bytes an element."""
-    elements = power(CUDA_MANY_BYTES // bytes_of_all + 1) // 2
+    elements = max(CUDA_ROUND // 32, power_within(CUDA_MANY_BYTES // bytes_of_all))
     return max(1, 32 * CUDA_MANY_WARPS * elements // cols)
 
 
@@ -269,7 +271,7 @@ def _across(region: NormRegion, structure: Structure) -> tuple[Tile, ...]:
     # Not more threads than columns: each would load a weight again for every row (Triton 3.6).
     warps = min(rows * cols * _live_across(region, structure) // (32 * CUDA_ACROSS_THREAD), cols // 32,
                 CUDA_MAX_WARPS)
-    return (Tile(rows, cols, max(1, warps)),)
+    return (Tile(rows, cols, max(1, power_within(warps))),)
 
 
 def _shape_across(region: NormRegion, structure: Structure) -> tuple[int, int]:

@@ -240,6 +240,21 @@ def test_tiles_of_neighbours(lane, dtype, width):
     assert short.rows == min(16, tile.rows) and short.cols == tile.cols and short.num_warps <= tile.num_warps
 
 
+@pytest.mark.parametrize("lane", [64, 96, 192, 384, 768, 1024])
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+def test_warps_of_three_live_tiles_are_a_power_of_two(dtype, lane):
+    """Triton takes no other number."""
+    full = f"{dtype}[*, *, {lane}]"
+    r = parse(f"space [*, *, {lane}]\nin x: {full}\nin y: {full}\nin z: {full}\nscalar eps\n"
+              f"m: {dtype} = mul(y, z)\nu: {dtype} = add(x, m)\nv: {dtype} = layer_norm(u, none, none, eps)\n"
+              f"out v: {dtype} order(0, 2, 1)")
+    pixels = 4096
+    walk = layout(r, [(2, pixels, lane)] * 3, [(lane * pixels, 1, pixels)] * 3)
+    assert walk.structure.across
+    for tile in ladder(r, walk.structure, walk.sizes, GPU):
+        assert tile.num_warps in (1, 2, 4, 8, 16)
+
+
 def test_ascend_wants_lanes_innermost():
     r, walk = found((2, 96, 8, 8))
     target = npu.describe("Ascend910B3")

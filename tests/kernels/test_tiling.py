@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from norm_cases import TEXTS, inputs_for, region
 
 from ascend_ln_fuse.kernels.layout import MAX_ROWS, Layout, layout
-from ascend_ln_fuse.kernels.region import DTYPES, parse
+from ascend_ln_fuse.kernels.region import DTYPES, dense_strides, parse
 from ascend_ln_fuse.kernels.source import Tile
 from ascend_ln_fuse.kernels.targets import cuda, npu, target_for
-from ascend_ln_fuse.kernels.tiling import ladder, live_tiles
+from ascend_ln_fuse.kernels.tiling import CUDA_ROUND, ladder, live_tiles
 
 GPU = cuda.describe("sm_90", 132)
 NPU = npu.describe("Ascend910B3")
@@ -73,6 +73,7 @@ def test_invariants(name, lane, dtype, batch, tokens, npu_):
         else:
             assert tile.rows & (tile.rows - 1) == 0 and tile.cols & (tile.cols - 1) == 0
             assert tile.num_warps in (1, 2, 4, 8, 16)
+            assert tile.rows == 1 or tile.rows * tile.cols >= CUDA_ROUND * tile.num_warps
 
 
 @given(lane=st.integers(1, 20_000), tokens=st.integers(1, 5000), npu_=st.booleans())
@@ -144,21 +145,55 @@ def test_short_rows_that_share_modulations_take_two_rounds_of_loads():
     assert tiles("modulate", 512, "bf16", (2, 100_000), GPU)[0] == Tile(4, 512, 2)
 
 
+def summed(lane, dtypes, shared="bf16"):
+    """LayerNorm of a sum of operands of these dtypes, and a modulation; the sums are in the first's dtype."""
+    first, lines = dtypes[0], [f"space [*, *, {lane}]"]
+    lines += [f"in {'u' if i == 0 else 'h'}{i}: {dtype}[*, *, {lane}]" for i, dtype in enumerate(dtypes)]
+    lines += [f"in s: {shared}[*, 1, {lane}]", "scalar eps"]
+    lines += [f"u{i}: {first} = add(u{i - 1}, h{i})" for i in range(1, len(dtypes))]
+    return parse("\n".join([*lines, f"v: {first} = layer_norm(u{len(dtypes) - 1}, none, none, eps)",
+                            f"w: {first} = mul(v, s)", f"out w: {first} order(0, 1, 2)"]))
+
+
+def tile_of(r, batch, tokens):
+    lane = r.lane
+    shapes = [tuple(n if n != "*" else size for n, size in zip(x.dims, (batch, tokens, lane)))
+              for x in r.inputs]
+    found = layout(r, shapes, [dense_strides(shape, range(3)) for shape in shapes])
+    return ladder(r, found.structure, found.sizes, GPU)[0]
+
+
 @pytest.mark.parametrize("dtype, own, tile", [
     ("bf16", 1, Tile(16, 128, 4)), ("bf16", 2, Tile(16, 128, 8)), ("bf16", 3, Tile(8, 128, 2)),
     ("bf16", 4, Tile(8, 128, 2)), ("bf16", 5, Tile(4, 128, 2)), ("f32", 3, Tile(4, 128, 2)),
 ])
 def test_tiles_of_short_rows_with_several_operands(dtype, own, tile):
     """A power of two of warps, whatever the number of operands."""
-    x, s = f"{dtype}[*, *, 128]", f"{dtype}[*, 1, 128]"
-    lines = ["space [*, *, 128]", f"in u0: {x}", *(f"in h{i}: {x}" for i in range(1, own)), f"in s: {s}",
-             "scalar eps", *(f"u{i}: {dtype} = add(u{i - 1}, h{i})" for i in range(1, own)),
-             f"v: {dtype} = layer_norm(u{own - 1}, none, none, eps)", f"w: {dtype} = mul(v, s)",
-             "out w: " + dtype + " order(0, 1, 2)"]
-    r, tokens = parse("\n".join(lines)), 50_000
-    found = layout(r, [(2, tokens, 128)] * own + [(2, 1, 128)],
-                   [(tokens * 128, 128, 1)] * own + [(128, 128, 1)])
-    assert ladder(r, found.structure, found.sizes, GPU)[0] == tile
+    assert tile_of(summed(128, [dtype] * own, dtype), 2, 50_000) == tile
+
+
+#: One batch shares its modulation, many of one token have one a row, and many tokens share again.
+OUTER = ((1, 9), (2, 1), (100, 1), (100, 4), (2, 4096))
+
+
+@pytest.mark.parametrize("shared", ["bf16", "f32"])
+@pytest.mark.parametrize("dtypes", [("f32", "bf16"), ("f32", "bf16", "bf16"), ("f32",) * 5, ("bf16",) * 12],
+                         ids=str)
+@pytest.mark.parametrize("lane", [32, 64, 128, 256])
+def test_threads_have_16_bytes_of_a_row_however_its_batch_shares(lane, dtypes, shared):
+    """Else Triton gives them shorter pieces, and a row is added up in an order that depends on its batch."""
+    r = summed(lane, dtypes, shared)
+    for outer in OUTER:
+        tile = tile_of(r, *outer)
+        assert tile.rows == 1 or tile.rows * tile.cols >= CUDA_ROUND * tile.num_warps, (outer, tile)
+
+
+@pytest.mark.parametrize("lane", [33, 63, 127])
+def test_warps_that_share_rows_do_not_depend_on_the_batch(lane):
+    """Threads load single elements of such rows, and so the warps of a program share each row."""
+    for dtypes in (("f16",), ("f16", "f16")):
+        r = summed(lane, dtypes, "f16")
+        assert len({tile_of(r, *outer).num_warps for outer in OUTER}) == 1
 
 
 def test_small_batches_use_all_cores():
